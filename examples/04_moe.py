@@ -78,7 +78,7 @@ def on_rank(group: mk.Group) -> str:
     error = ((z.double() - exact).abs() / size.clamp_min(1e-6)).max().item()
     assert error <= 2 * bound, f"rank {group.rank}: relative error {error} is over {2 * bound}"
 
-    # 6. Capacity. By default there is room for any routing. A smaller `capacity` saves memory, and exceeding it is an
+    # 6. Capacity. The default is sufficient for any routing. A smaller `capacity` saves memory, and exceeding it is an
     #    error on every rank: nothing is dropped silently, and the group remains usable.
     try:
         mk.moe_ffn(x, topk_ids, topk_weights, w_gate_up, w_down, max_tokens=TOKENS, capacity=1)

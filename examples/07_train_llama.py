@@ -1,4 +1,4 @@
-"""07: train a small Llama with tensor and sequence parallelism, step by step with the same model on one device.
+"""07: train a small Llama with tensor and sequence parallelism, next to the same model on one device.
 
     torchrun --nproc-per-node 4 examples/07_train_llama.py    processes, on GPUs or on CPUs: 20 steps
     python examples/07_train_llama.py                         one process: 20 steps
@@ -14,8 +14,8 @@ the kernel that also multiplies:
     norm -> q, k, v: all_gather_matmul -> attention, local -> output: matmul_reduce_scatter
     norm -> gate, up: all_gather_matmul -> SwiGLU, local   -> down:   matmul_reduce_scatter
 
-The plain model, which every rank trains beside it for comparison, has the same code and other layers. The losses of
-both must agree at every step.
+For comparison, every rank also trains the plain model, which has the same code but plain layers. The losses of both
+must agree at every step.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/08_cuda_graphs.py
 
 A replay launches all kernels of a layer at once, so the host no longer matters for small shapes. Here two graphs, for
-two numbers of tokens, are replayed in turns with new inputs, and eager calls are made in between.
+two numbers of tokens, are replayed alternately with new inputs, and eager calls are made in between.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""09: train a small mixture-of-experts language model, step by step with the same model on one device.
+"""09: train a small mixture-of-experts language model, next to the same model on one device.
 
     torchrun --nproc-per-node 4 examples/09_train_moe.py    processes, on GPUs or on CPUs: 20 steps
     python examples/09_train_moe.py                         one process: 20 steps
@@ -6,12 +6,12 @@
     python examples/09_train_moe.py cuda                    4 ranks on the GPUs of this machine: 20 steps
 
 Each rank has some sequences of every batch (data parallelism) and some experts of every layer (expert parallelism).
-Everything else is replicated: the backward pass sums its gradients over the ranks. The router, which is replicated,
-too, learns through the weights of the experts that it has chosen. mk.moe_ffn sends tokens to their experts and brings
-results back; its backward pass takes gradients the same way, and routes no token again.
+Everything else is replicated, and the backward pass sums its gradients over the ranks. The router is replicated, too;
+it learns through the weights of the experts that it has chosen. mk.moe_ffn sends tokens to their experts and returns
+the results. Its backward pass sends gradients to the same ranks, without routing a token again.
 
-The plain model, which every rank trains beside it for comparison, has the same code and another layer of experts. The
-losses of both must agree at every step.
+For comparison, every rank also trains the plain model, which has the same code but a plain layer of experts. The losses
+of both must agree at every step.
 """
 
 import argparse

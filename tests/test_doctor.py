@@ -326,11 +326,11 @@ def test_a_compiler_that_does_not_end_is_ended_with_its_children(tmp_path, monke
             return super().wait(timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Process)
-    for look, expected in [
+    for probe, expected in [
         (lambda: "still compiling" in Machine().try_compiler([str(path)]), True),
         (lambda: Machine().output(str(path)), None),
     ]:
-        assert look() is expected
+        assert probe() is expected
         state = Path(f"/proc/{child.read_text().strip()}/stat")
         with contextlib.suppress(OSError):  # it is gone
             while state.read_text().split()[2] not in "ZX":  # whoever adopts it may take a moment to reap it

@@ -32,7 +32,7 @@ def test_ends_as_any_other(how, tmp_path):
     assert run_python([str(path)], expected=real.returncode) == real.stdout + real.stderr
 
 
-LOOKS = """
+PROGRAM = """
 import __main__, os, sys
 import mkernel
 print(__name__, __main__.__dict__ is globals(), globals().get("__file__"), sys.argv[1:], os.getcwd(), sys.stdin.read())
@@ -45,11 +45,11 @@ import helper
 @pytest.mark.parametrize(("as_script", "size"), [(True, "1"), (False, "4")])
 def test_starts_as_any_other(as_script, size, tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("print('helped')\n")
-    (tmp_path / "program.py").write_text(LOOKS)
+    (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("GIVEN", "a value")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)  # mkernel looks at it when it is imported
-    arguments = [*([str(tmp_path / "program.py")] if as_script else ["-c", LOOKS]), "an argument"]
+    arguments = [*([str(tmp_path / "program.py")] if as_script else ["-c", PROGRAM]), "an argument"]
     assert run_python(arguments, folder=str(tmp_path)) == run([sys.executable, *arguments], folder=tmp_path)
 
 
@@ -60,8 +60,8 @@ def test_ranks_have_their_own_addresses_and_hashes():
 
 
 def test_nothing_runs_in_what_they_are_forked_from():
-    looks = "import os, torch; print(len(os.listdir('/proc/self/task')), torch.distributed.is_initialized())"
-    assert run_python(["-c", looks]) == "1 False\n"
+    program = "import os, torch; print(len(os.listdir('/proc/self/task')), torch.distributed.is_initialized())"
+    assert run_python(["-c", program]) == "1 False\n"
 
 
 def test_a_process_can_be_killed_with_its_children():

@@ -95,5 +95,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Any:
     """The plan of a call `mk.<op>(*args, **kwargs)`, with reasons; print it to read it.
 
     Nothing is launched. This is not collective, unless `group` is a process group that has not been used before.
+    Tensors may require gradients.
     """
-    return operators.find(op).load("explain")(*args, **kwargs)
+    with torch.no_grad():  # whether there is a backward pass is the call's business
+        return operators.find(op).load("explain")(*args, **kwargs)

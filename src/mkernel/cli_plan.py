@@ -1,4 +1,4 @@
-"""`mkernel plan`: what a call would take on clusters that need not be there."""
+"""`mkernel plan`: predicts the time of calls on clusters that need not exist."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan(
         Dtype, typer.Option(help="The dtype of operands and result: bf16 or fp16, at the same rates.")
     ] = Dtype.bf16,
     late: Annotated[
-        float, typer.Option(min=0, metavar="us", help="One rank begins so many microseconds after the others.")
+        float, typer.Option(min=0, metavar="us", help="One rank begins this many microseconds after the others.")
     ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a page with plots.")] = None,
@@ -73,7 +73,7 @@ def plan(
     *,
     said: Said,
 ) -> None:
-    """Predict what calls of an operator take on clusters that need not be there, and what bounds them.
+    """Predict how long calls of an operator take on clusters that you do not have, and what bounds them.
 
     The plan of a call is carried out on a model of the machine; docs/scale.md says how far to trust it.
     """
@@ -157,7 +157,7 @@ def plan(
 
 
 def _check_layer(said: Said, **given: object) -> None:
-    """Refuse what has no meaning for a layer."""
+    """Reject options that do not apply to a layer."""
     flags = [name for name, value in given.items() if value] + ["--" + name.replace("_", "-") for name in said]
     if flags:
         what = "the shape of a layer is the only argument" if flags[0] == "SHAPE" else "not possible with --layer"

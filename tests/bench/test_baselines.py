@@ -203,7 +203,7 @@ def test_ranks_that_hang_are_ended(tmp_path, monkeypatch):
 
 
 def test_a_call_is_timed_from_when_all_have_come(monkeypatch):
-    """On a fake GPU: with the cache cleared, after the meeting, and as long as the slowest rank takes."""
+    """On a fake GPU: with the cache cleared, after a barrier, and as long as the slowest rank takes."""
     done = []
 
     class Event:
@@ -232,9 +232,9 @@ def test_a_call_is_timed_from_when_all_have_come(monkeypatch):
     cache = SimpleNamespace(zero_=lambda: done.append("clear"))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: cache)
     peer = SimpleNamespace(exchange=lambda times: [times, [5.0 for _ in times]])
-    watch = baselines.PeerStopwatch(peer, lambda: done.append("meet"))
+    watch = baselines.PeerStopwatch(peer, lambda: done.append("barrier"))
     assert watch.bursts({"way": lambda: done.append("call")}, 4) == {"way": 5.0}
-    assert done == ["clear", "meet", "event", "call", "event"] * 8  # four to warm up
+    assert done == ["clear", "barrier", "event", "call", "event"] * 8  # four to warm up
 
 
 # -- beside the fused operator

@@ -37,6 +37,19 @@ def test_shapes(ranks, dtype, m, n, k):
     cuda(on_rank, ranks=ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("m", "n", "k"), [(2048, 512, 1024), (1024, 2056, 136), (4096, 200, 64)])
+def test_gathered_rows_of_the_kernel_for_hopper(ranks, m, n, k):
+    def on_rank(group):
+        a, w = randn(group, m, k), randn(group, n, k, seed=1)
+        for b in (w.t(), w.t().contiguous()):
+            y, gathered = mk.all_gather_matmul(a, b, return_gathered=True)
+            check(group, y, a, b)
+            assert torch.equal(gathered.double(), everyones(group, a))
+
+    cuda(on_rank, ranks=ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_strides_out_and_gathered(ranks):
     def on_rank(group):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import rank_of
-from mkernel.lang.copy import Peers, pace, push_rows
+from mkernel.lang.copy import Peers, push_rows, wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.matrix import Block
 from mkernel.runtime.operands import constants
@@ -145,7 +145,7 @@ def test_rows_and_columns_may_be_gigabytes_apart(direction):
 @triton.jit
 def paced(context, sent, nanoseconds_per_mib, out):
     start = clock()
-    pace(start, tl.cast(sent, tl.int64), nanoseconds_per_mib)
+    wait_paced(start, tl.cast(sent, tl.int64), nanoseconds_per_mib)
     tl.store(out, clock() - start)
 
 

@@ -112,7 +112,7 @@ def test_the_turn_grows_each_time_round():
 
 
 def test_the_host_is_asked_only_when_the_ring_seems_full():
-    """What one producer found out is enough for those that follow; until then none looks."""
+    """What one producer has read is enough for those that follow; until then none reads host memory."""
 
     def rank(group):
         workspace = workspace_of(group)
@@ -296,13 +296,13 @@ def test_nothing_is_sent_after_giving_up():
 
     def rank(group):
         workspace = workspace_of(group)
-        meeting = group.subset([0, 1])  # which does not give up with the group
+        pair = group.subset([0, 1])  # which does not give up with the group
         out = torch.full((1,), -7, dtype=torch.int64)
         if group.rank == 0:
             workspace.context[words.TIMEOUT.value] = int(SOON * 1e9)
             with pytest.raises(mk.CommTimeout):
                 launch(group, workspace, post_what_never_came, out=out)
-        meeting.barrier()
+        pair.barrier()
         return int(out), int(workspace.segment.memory.view(torch.int64)[1])
 
     assert simulate(rank, nodes=2) == [(-1, 0), (-7, 0)]

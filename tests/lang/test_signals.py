@@ -379,7 +379,7 @@ def test_whoever_was_given_what_never_came_hears_of_it(told):
 
     def rank(group):
         workspace = workspace_of(group)
-        meeting = group.subset([0, 1])  # which does not give up with the group
+        pair = group.subset([0, 1])  # which does not give up with the group
         out = torch.zeros(1, dtype=torch.int64)
         if group.rank == 0:
             workspace.context[words.TIMEOUT.value] = int(SOON * 1e9)
@@ -387,7 +387,7 @@ def test_whoever_was_given_what_never_came_hears_of_it(told):
                 group._control.memory.view(torch.int64)[0] = 1
             with pytest.raises(mk.CommTimeout, match="chunk 0 of rank 1"):
                 launch(group, workspace, relay, out=out)
-        meeting.barrier()
+        pair.barrier()
         if group.rank == 1:
             with pytest.raises(mk.CommTimeout, match="rank 1 ended its launch after the group had given up") as caught:
                 launch(group, workspace, relay, out=out)

@@ -100,12 +100,12 @@ class Rank:
         eventually(lambda: self.proxy.error is not None, "an error")
         return str(self.proxy.error)
 
-    def looks_again(self) -> None:
-        """The proxy has looked a hundred times more for something to do: what has not happened now will not."""
-        looks = self.proxy.statistics
-        before = looks.busy_loops + looks.idle_loops
+    def polls_again(self) -> None:
+        """Wait until the proxy has polled a hundred times more: what has not happened then will not happen."""
+        first = self.proxy.statistics
+        before = first.busy_loops + first.idle_loops
         eventually(
-            lambda: (now := self.proxy.statistics).busy_loops + now.idle_loops >= before + 100, "a hundred more looks"
+            lambda: (now := self.proxy.statistics).busy_loops + now.idle_loops >= before + 100, "a hundred more polls"
         )
 
 

@@ -17,7 +17,7 @@ from .harness import SECRET, Producer, eventually, together
 from .test_rdma import control, fake, has_headers  # noqa: F401
 
 
-class Meeting:
+class Rendezvous:
     """The exchanges of some ranks."""
 
     def __init__(self, size):
@@ -29,39 +29,39 @@ class Meeting:
 class FakeGroup:
     """As much of a group as connecting needs."""
 
-    def __init__(self, meeting, rank, gpus_per_node):
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
-        self.topology = Topology(meeting.size // gpus_per_node, gpus_per_node)
+    def __init__(self, rendezvous, rank, gpus_per_node):
+        self.rendezvous, self.rank, self.size = rendezvous, rank, rendezvous.size
+        self.topology = Topology(rendezvous.size // gpus_per_node, gpus_per_node)
         self.local_rank = self.topology.local_rank_of(rank)
         self.timeout = HANG
         self.device = torch.device("cpu")
 
     def exchange(self, what, value):
-        self.meeting.values[self.rank] = value
-        self.meeting.barrier.wait(HANG)
-        values = list(self.meeting.values)
-        self.meeting.barrier.wait(HANG)
+        self.rendezvous.values[self.rank] = value
+        self.rendezvous.barrier.wait(HANG)
+        values = list(self.rendezvous.values)
+        self.rendezvous.barrier.wait(HANG)
         return values
 
     def agree(self, what, **values):
         assert len({tuple(theirs.items()) for theirs in self.exchange(what, values)}) == 1
 
 
-def open_all(wishes, gpus_per_node=1):
+def open_all(requested, gpus_per_node=1):
     """Each rank's transport, or its error."""
-    meeting = Meeting(len(wishes))
-    results = [None] * len(wishes)
-    groups = [FakeGroup(meeting, rank, gpus_per_node) for rank in range(len(wishes))]
+    rendezvous = Rendezvous(len(requested))
+    results = [None] * len(requested)
+    groups = [FakeGroup(rendezvous, rank, gpus_per_node) for rank in range(len(requested))]
 
     def one(rank):
         try:
             results[rank] = connect.open_transport(
-                groups[rank], transport_config(wishes[rank]), lambda: "127.0.0.1", SECRET
+                groups[rank], transport_config(requested[rank]), lambda: "127.0.0.1", SECRET
             )
         except TransportError as error:
             results[rank] = error
 
-    together(*(lambda r=rank: one(r) for rank in range(len(wishes))))
+    together(*(lambda r=rank: one(r) for rank in range(len(requested))))
     return groups, results
 
 
@@ -94,7 +94,7 @@ def machine(monkeypatch, fake):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("wish", "kind", "ports"),
+    ("transport", "kind", "ports"),
     [
         ("auto", VerbsTransport, ["fake0", "fake1"]),
         ("verbs", VerbsTransport, ["fake0", "fake1"]),
@@ -106,9 +106,9 @@ def machine(monkeypatch, fake):  # noqa: F811
     ],
     ids=str,
 )
-def test_what_is_asked_for_carries_requests(machine, wish, kind, ports):
+def test_what_is_asked_for_carries_requests(machine, transport, kind, ports):
     """Four ranks, two nodes: counterparts are connected, and segments that come later are known to them."""
-    groups, transports = open_all([wish] * 4, gpus_per_node=2)
+    groups, transports = open_all([transport] * 4, gpus_per_node=2)
     memory = [[torch.zeros(8192, dtype=torch.uint8) for _ in range(4)] for _ in range(2)]
     producers = [Producer() for _ in range(4)]
     for transport in transports:
@@ -205,6 +205,6 @@ def test_memory_that_one_rank_can_not_register_is_told_to_all(machine, control):
 
 
 @pytest.mark.parametrize("wrong", ["infiniband", "", None, 3])
-def test_wishes_that_are_refused(wrong):
+def test_transports_that_are_refused(wrong):
     with pytest.raises(ArgumentError, match="transport must be 'auto', 'tcp', 'verbs', 'efa' or a Tcp, Verbs or Efa"):
         transport_config(wrong)

@@ -140,7 +140,7 @@ def test_bytes_before_signals(fake, control, kind, seed):
         sent: dict[int, list] = {1: [], 2: []}
         over = threading.Event()
 
-        def look(peer: int) -> None:
+        def watch(peer: int) -> None:
             seen = 0
             while seen < 400 and not over.is_set():
                 for number, (source, target, size) in enumerate(sent[peer][:]):
@@ -150,7 +150,7 @@ def test_bytes_before_signals(fake, control, kind, seed):
                             wrong.append(f"write {number} to rank {peer}")
                         seen = number + 1 if number == seen else seen
 
-        watchers = [threading.Thread(target=look, args=(peer,)) for peer in sent]
+        watchers = [threading.Thread(target=watch, args=(peer,)) for peer in sent]
         for watcher in watchers:
             watcher.start()
         at = {1: 0, 2: 0}
@@ -196,7 +196,7 @@ def test_a_signal_never_shrinks(fake, control, kind):
             zero.put(1, 0, 0, 0, signal=5, value=value)
         one.wait(5, 9)
         eventually(lambda: zero.proxy.statistics.completions == 3, "completions")
-        one.looks_again()
+        one.polls_again()
         assert one.signals[5] == 9
         for value in range(1, 600):
             zero.put(1, 0, 0, value % 3 * 40, value=value)
@@ -238,7 +238,7 @@ def test_a_full_send_queue_is_waited_for(fake, control, kind, depth):
         for number in range(depth + 100):
             zero.put(1, 0, 0, 1 if kind == "verbs" else 0, signal=number)
         eventually(lambda: zero.proxy.statistics.requests == depth, "a full queue")
-        zero.looks_again()
+        zero.polls_again()
         assert zero.proxy.statistics.requests == depth
         control("hold", 0)
         for number in range(depth + 100):

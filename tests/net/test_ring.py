@@ -194,7 +194,7 @@ def test_rings_that_are_refused(pair):
 
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_a_ring_is_drained_when_all_in_it_is_completed(count, request):
-    for latency in (10 * HANG, 0.1):  # nothing is done while somebody looks; all is done
+    for latency in (10 * HANG, 0.1):  # nothing completes before the check; everything does
         with LoopbackTransport(f"{request.node.name} {latency}", 0, latency=latency) as transport:
             rank = Rank(transport, capacity=4)
             assert poll_drained(rank.producer.ring)

@@ -39,8 +39,8 @@ def refused(stranger: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def waiting_job() -> Iterator[tuple[list[Rank], int]]:
-    """Ranks 0 and 1 of three, busy with each other, while rank 0's door is open for rank 2. At the end
-    rank 2 comes, and all of it must have gone well."""
+    """Ranks 0 and 1 of three, busy with each other, while rank 0 listens for rank 2. At the end, rank 2
+    connects, and all transfers must have succeeded."""
     transports = [TcpTransport(rank, 3, SECRET, streams=2) for rank in range(3)]
     connect(transports[:2])
     ranks = [Rank(transport) for transport in transports]

@@ -140,8 +140,8 @@ def test_a_rank_that_leaves_in_order_is_not_a_loss():
         for i in range(20):  # the others go on
             zero.put(1, 0, 0, 8, signal=1, value=i + 1)
             one.wait(1, i + 1)
-        zero.looks_again()
-        one.looks_again()
+        zero.polls_again()
+        one.polls_again()
         assert (zero.proxy.error, one.proxy.error) == (None, None)
         zero.put(2, 0, 0, 8)
         assert "rank 2 at 127.0.0.1:" in zero.failure()

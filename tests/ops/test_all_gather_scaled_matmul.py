@@ -3,14 +3,11 @@ synchronisation rule that scales add, broken; and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
-
 import pytest
 import torch
 import triton
 import triton.language as tl
-from support.broken_variants import ONE_HALF, Broken, SimulatedCalls, assert_caught
+from support.broken_variants import ONE_HALF, Broken, assert_caught
 from support.operator_calls import CLUSTERS, cluster_name, run
 from support.scaled_reference import (
     BLOCKS,
@@ -24,6 +21,7 @@ from support.scaled_reference import (
     call_gather,
     recipe_name,
 )
+from support.scenarios import ScaledGathers
 
 import mkernel as mk
 from mkernel.lang import scaling
@@ -170,18 +168,8 @@ def test_ctas_one_after_the_other():
 # -- broken on purpose
 
 
-@dataclass(frozen=True)
-class Gathers(SimulatedCalls):
-    op: ClassVar = "all_gather_matmul"
-    _: KW_ONLY
-    case: Any = ScaledGather(12, 5, 144, how=Quantized(BLOCKS))  # noqa: RUF009
-
-    def work(self, group):
-        for turn in range(self.calls):
-            call_gather(group, self.case, turn, config=mk.Config(tile_m=16, tile_n=16, tile_k=32, chunk_rows=4))
-
-
-NODE, NETWORK, TWO_LEVELS = Gathers((1, 2)), Gathers((2, 1)), Gathers((2, 2))
+CASE = ScaledGather(12, 5, 144, how=Quantized(BLOCKS))
+NODE, NETWORK, TWO_LEVELS = (ScaledGathers(cluster, CASE) for cluster in ((1, 2), (2, 1), (2, 2)))
 AT = tl.constexpr(144)  # where scales begin in a row of these cases
 TAKEN = tl.constexpr(144 + 2 * 4)
 
@@ -244,8 +232,10 @@ BROKEN = {
         NETWORK, {kernel.wait_rows: look_at_scales_first}
     ),
     "scales of other nodes are not passed on": Broken(TWO_LEVELS, {transfer.copy_scales: pass_on_own_scales}),
-    "scales of the half before": Broken(Gathers((1, 2), calls=3), {scaling.load_scales: scales_of_the_other_half}),
-    "one half for all epochs": Broken(Gathers((1, 2), calls=2), ONE_HALF),
+    "scales of the half before": Broken(
+        ScaledGathers((1, 2), CASE, calls=3), {scaling.load_scales: scales_of_the_other_half}
+    ),
+    "one half for all epochs": Broken(ScaledGathers((1, 2), CASE, calls=2), ONE_HALF),
 }
 
 

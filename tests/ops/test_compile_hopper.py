@@ -34,6 +34,20 @@ def test_tensor_cores_tma_and_no_spills(dtype, gpus, transposed, paced):
     assert "ld.global.sys.acquire" in compiled.ptx or gpus == 1
 
 
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_gathered_rows_are_stored_by_tma(transposed):
+    """From shared memory, so that no row is read once more."""
+    plain, kept = (
+        compile_launch(gathers((1, 4), transposed=transposed, m=4096, gathered=gathered)) for gathered in (False, True)
+    )
+    assert "_hopper_" in kept.kernel.name
+    assert kept.spilled <= plain.spilled
+    assert kept.shared <= SHARED_MEMORY
+    store, load = "cp.async.bulk.tensor.2d.global.shared::cta", "ld.global.v4"
+    assert kept.ptx.count(store) == plain.ptx.count(store) + 1
+    assert kept.ptx.count(load) == plain.ptx.count(load)
+
+
 @pytest.mark.parametrize(
     ("op", "dtype", "gpus", "transposed", "paced"),
     [

@@ -10,11 +10,12 @@ from support.compiled_launches import weight_grads
 import mkernel as mk
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
 
-PASSES = mk.Config(passes=3)
+PORTABLE = dict(stages=3)  # the default; given, it keeps calls from the kernel for Hopper
+PASSES = mk.Config(passes=3, **PORTABLE)
 GROUPS = {
-    "one rank": dict(cluster=(1, 1)),
+    "one rank": dict(cluster=(1, 1), config=mk.Config(**PORTABLE)),
     "four ranks": dict(cluster=(1, 4), config=PASSES),
-    "one pass": dict(cluster=(1, 4), config=mk.Config(passes=1)),
+    "one pass": dict(cluster=(1, 4), config=mk.Config(passes=1, **PORTABLE)),
     "row-major": dict(cluster=(1, 4), config=PASSES, column_major=False),
     "two nodes": dict(cluster=(2, 2), config=PASSES),
     "two nodes, rows in the heap": dict(cluster=(2, 2), config=PASSES, heap=True),
@@ -47,6 +48,30 @@ def test_hopper(group):
     assert compiled.spilled <= (64 if group == "everything at once" else 0)
     assert compiled.shared <= SHARED_MEMORY
     assert compiled.registers * 8 * 32 <= REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpus", "column_major"),
+    [
+        (torch.bfloat16, 4, True),
+        pytest.param(torch.float16, 3, False, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, 1, True, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_kernel_for_hopper(dtype, gpus, column_major):
+    """Both operands are transposed by the tensor cores, and nothing is spilled inside of a loop over steps."""
+    config = mk.Config(passes=3, held_tiles=2) if gpus > 1 else None
+    launch = weight_grads((1, gpus), m=4096, k=8192, dtype=dtype, config=config, column_major=column_major)
+    assert launch.kernel.fn.__name__ == "weight_grad_hopper_kernel"
+    compiled = compile_launch(launch)
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in compiled.ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::(cluster|cta)\.global", compiled.ptx), "no TMA load"
+    assert not compiled.warnings
+    assert compiled.spilled <= 64  # what the roles get from the beginning of the kernel
+    loops = [loop for loop in compiled.loops() if any("HGMMA" in each for each in loop)]
+    assert loops
+    assert not any("STL" in each or "LDL" in each for each in min(loops, key=len))
+    assert compiled.shared <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("group", often)

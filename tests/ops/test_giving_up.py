@@ -29,7 +29,7 @@ def outcome(group, case, exact, bound):
     [((2, 2), 0, 3), pytest.param((2, 2), 1, 2, marks=pytest.mark.thorough), ((1, 3), 0, 2)],
 )
 def test_nobody_is_deceived(name, cluster, dead, slow):
-    """`slow` is late: what it waits for has been handed on by those that have given up when it looks."""
+    """`slow` is late: when it polls, ranks that have given up have already passed on what it waits for."""
 
     def work(group):
         case = operators.find(name).load("demo").on_rank(group, 0)

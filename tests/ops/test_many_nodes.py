@@ -83,6 +83,20 @@ def test_plans_change_on_many_nodes():
     assert far[3] >= 4 * needed[3]
 
 
+@pytest.mark.parametrize(("op", "shape", "fewest", "reason"), [
+    ("all_gather_matmul", (16384, 2048, 8192), 4, "nobody waits for the last chunk of a node"),
+    ("matmul_reduce_scatter", (16384, 8192, 8192), 4, "so that requests spread over the launch"),
+    ("matmul_all_reduce", (16384, 8192, 8192), 3, "as little as possible crosses the network"),
+])  # fmt: skip
+def test_plans_say_why(op, shape, fewest, reason):
+    for nodes in range(1, 6):
+        sizes = tuple(
+            size * nodes if name in operators.find(op).shared else size
+            for name, size in zip(operators.find(op).dimensions, shape)
+        )
+        assert (reason in str(planned(op, sizes, nodes))) == (nodes >= fewest)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8])
 def test_every_chunk_goes_everywhere_once(nodes):
     chunks = 3

@@ -335,9 +335,9 @@ def notify_before_finish(comm, call, total, tile, block):
 
 
 @triton.jit
-def wait_for_old_tile(comm, exchange, place, block, tile):
+def wait_for_old_tile(comm, exchange, i, block, tile):
     return wait_finished(
-        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, place, block, tile
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, i, block, tile
     )
 
 

@@ -99,9 +99,9 @@ def wait_for_old_node_sums(comm, exchange, tile):
 
 
 @triton.jit
-def wait_for_old_tile(comm, exchange, place, block, tile):
+def wait_for_old_tile(comm, exchange, i, block, tile):
     return wait_finished(
-        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, place, block, tile
+        Comm(comm.context, comm.epoch - 2, comm.WORLD_SIZE, comm.RANKS_PER_NODE), exchange, i, block, tile
     )
 
 
@@ -147,19 +147,19 @@ def post_before_store(comm, exchange, total, node_offset, tile):
 
 
 @triton.jit
-def tile_at_from_the_end(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
+def tile_at_from_the_end(position, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
     _, _, late = deal_tiles(tiles, WORLD_SIZE)
     last = rounds * WORLD_SIZE + early + late - 1
-    return tile_at(last - place, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
+    return tile_at(last - position, tiles, rounds, early, WORLD_SIZE, RANKS_PER_NODE)
 
 
 @triton.jit
-def round_of_own_first(place, rounds, local, RANKS_PER_NODE: tl.constexpr):
+def round_of_own_first(position, rounds, local, RANKS_PER_NODE: tl.constexpr):
     cta = tl.program_id(0)
-    start = place // RANKS_PER_NODE * RANKS_PER_NODE
+    start = position // RANKS_PER_NODE * RANKS_PER_NODE
     size = tl.maximum(tl.minimum(rounds - start, RANKS_PER_NODE), 1)
     own = (local + RANKS_PER_NODE - cta % RANKS_PER_NODE) % RANKS_PER_NODE
-    within = (own + place - start) % size
+    within = (own + position - start) % size
     return start + within, (cta + within) % RANKS_PER_NODE
 
 

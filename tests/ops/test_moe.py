@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.moe_reference import LAYERS, Layer, combine, ffn, layer_of
 from support.operator_calls import DTYPES, assert_same, cluster_name, run
+
+import mkernel as mk
 
 both = pytest.mark.parametrize("call", [combine, ffn])
 
@@ -63,3 +66,39 @@ def test_all_schedules_give_the_same_bits(call):
     for seed, options in enumerate([{"slow": {2: 0.02}}, {"ctas": 4}], start=1):
         for result, same in zip(run(call, layer, cluster=(2, 2), seed=seed, **options), expected, strict=True):
             assert_same(result, same)
+
+
+def test_other_layouts_are_other_binaries():
+    """Triton compiles another one for other strides, dtypes and alignments. It must be loaded before any rank's kernel
+    runs, which a launch whose variant is known does not do."""
+    layer = Layer((4,), (2,), k=2, hidden=32, out=16, dtype=torch.float32)
+    x, ids, weights, w = layer.x(0), layer.ids(0), layer.weights(0), layer.w(0)
+    gate_up, down = layer.gate_up(0), layer.down(0)
+    narrow = [each.to(torch.float8_e4m3fn) for each in (x, gate_up, down)]
+    one, scale, of_down = torch.ones(4, 1), torch.ones(2, 1, 32), torch.ones(2, 1, 1)
+    strided = torch.cat([ids, ids], dim=1)[:, 1:3]
+    calls = {
+        "moe_dispatch": lambda ids, turn: mk.moe_dispatch(x, ids, 2),
+        "moe_dispatch_matmul": lambda ids, turn: mk.moe_dispatch_matmul(x, ids, turn(w)),
+        "moe_ffn": lambda ids, turn: mk.moe_ffn(x, ids, weights, turn(gate_up), down),
+        "in fp8": lambda ids, turn: mk.moe_dispatch_scaled_matmul(narrow[0], ids, turn(narrow[1]), one, scale),
+        "a layer in fp8": lambda ids, turn: mk.scaled_moe_ffn(
+            narrow[0], ids, weights, turn(narrow[1]), narrow[2], one, scale, of_down
+        ),
+    }
+
+    def by_experts(w):
+        return w.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+    def work(group):
+        variants = []
+        group.launch = lambda launch, *more: variants.append(launch.variant)  # nothing has to run
+        for name, call in calls.items():
+            variants.clear()
+            for given in (ids, ids.int(), strided, ids):
+                call(given, lambda w: w)
+            assert len(set(variants)) == 3, name
+            call(ids, by_experts)
+            assert len(set(variants)) == (3 if name == "moe_dispatch" else 4), name
+
+    run(work, cluster=(1, 1))

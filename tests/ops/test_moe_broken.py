@@ -346,7 +346,7 @@ BROKEN = {
         LAYER_FEW, {pieces._wait_settled: do_not_wait_until_settled}
     ),
     "tiles of the layer do not wait for their rows": Broken(LAYER, {grouped.wait_placed: wait_for_no_rows}),
-    "tokens are collected before those that departed are numbered": Broken(
+    "tokens are collected before those to send are numbered": Broken(
         LAYER_AWAY, {protocol.wait_numbered: wait_until_numbered_to_send_only}
     ),
     "sums of the layer are collected before they are here": Broken(

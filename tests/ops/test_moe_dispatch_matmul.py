@@ -57,7 +57,7 @@ def test_who_copies():
         plan = mk.explain("moe_dispatch_matmul", *arguments, max_tokens=41)
         assert (plan.config.ctas, plan.config.send_ctas, plan.config.intra_ctas) == (12, 3, 8)
         assert (plan.copying.near_intra_ctas, plan.copying.far_intra_ctas) == (8, 3)
-        assert "3 CTAs send" in str(plan)
+        assert "sent by 3 CTAs" in str(plan)
         assert "(8 of them fetch tokens from the node, 3 from other nodes)" in str(plan)
         combine(group, layer, max_tokens=41)
 

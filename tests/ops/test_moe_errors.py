@@ -129,6 +129,22 @@ def test_combine_refuses():
     alone(work)
 
 
+def test_combine_refuses_also_where_gradients_are_needed():
+    """A registered operator knows the tokens of a handle only from the weights."""
+
+    def work(group):
+        y, handle = dispatch(group, LAYER)
+        y = torch.zeros_like(y).requires_grad_()
+        for weights in (torch.rand(7, 2), torch.rand(3, 2), torch.rand(6, 1)):
+            with pytest.raises(mk.ArgumentError, match=r"topk_weights is .* but must be \(6, 2\)"):
+                mk.moe_combine(y, handle, weights)
+        with pytest.raises(mk.ArgumentError, match="handle comes from a dispatch on another group"):
+            mk.moe_combine(y, handle, torch.rand(6, 2), group=group.subset([0]))
+        mk.moe_combine(y, handle, torch.rand(6, 2)).sum().backward()
+
+    alone(work)
+
+
 def test_ranks_must_call_alike():
     def work(group):
         x = torch.ones(4, 16 + group.rank)
@@ -156,7 +172,7 @@ def test_ranks_must_call_alike_also_later(known):
 def test_explain():
     def work(group):
         x, ids, w = torch.ones(64, 32), torch.zeros(64, 2, dtype=torch.int64), torch.ones(3, 32, 32)
-        dispatch_plan = mk.explain("moe_dispatch_matmul", x, ids, w, capacity=100)
+        dispatch_plan = mk.explain("moe_dispatch_matmul", x.clone().requires_grad_(), ids, w, capacity=100)
         weights = torch.ones(64, 2)
         ffn_plan = mk.explain("moe_ffn", x, ids, weights, torch.ones(3, 32, 14), torch.ones(3, 7, 32), max_tokens=70)
         y, handle = dispatch(group, Layer((3, 4), (1, 1), dtype=torch.float32))

@@ -254,7 +254,12 @@ REFUSED = {
         dict(recipe_x="BlockWise1x128", scale_w=torch.ones(2, 3, 2), use_fast_accum=True), "use_fast_accum=False"
     ),
     "a bias in another dtype": (dict(bias=torch.ones(2, 200)), "bias has dtype torch.float32, but the result has"),
-    "gradients": (dict(x=X.clone().requires_grad_()), "moe_dispatch_scaled_matmul has no backward pass"),
+    "gradients of scales": (
+        dict(scale_w=torch.ones(2, 1, 200, requires_grad=True)), "scale_w requires grad, but neither what is in fp8"
+    ),
+    "gradients of fp8": (
+        IN_FP8 | dict(x=X.to(E4M3).requires_grad_(), scale_x=torch.ones(4, 1)), "if the kernel quantizes them .recipe_x"
+    ),
 }  # fmt: skip
 
 

@@ -100,6 +100,19 @@ def test_layouts_results_and_the_plan():
     run(work, cluster=(1, 2))
 
 
+@pytest.mark.parametrize("name", ["scale_x", "scale_gate_up", "scale_down"])
+def test_the_result_must_not_overlap_scales(name):
+    memory = torch.zeros(4, 144, dtype=torch.bfloat16)
+    shape = dict(zip(NAMES, RIGHT))[name].shape
+    shared = memory.view(torch.float32).flatten()[: shape.numel()].view(shape)
+
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=f"out overlaps {name} in memory"):
+            mk.scaled_moe_ffn(**(dict(zip(NAMES, RIGHT)) | {name: shared}), out=memory)
+
+    run(work, cluster=(1, 1))
+
+
 def given(layer, rank):
     pairs = [[each.transpose(1, 2) for each in layer.pair(name, rank)] for name in ("gate_up", "down")]
     x, scale_x = layer.quantized_x(rank)
@@ -153,7 +166,11 @@ REFUSED = {
     "scales of columns of w_down": (dict(scale_down=torch.ones(2, 1, 144)), "2 x 1 x 2, one for each block"),
     "scales of gate_up": (dict(scale_gate_up=torch.ones(2, 3, 3)), "scale_gate_up has shape .* but w_gate_up is"),
     "a result in fp32": (dict(out=torch.empty(4, 144)), "out has dtype torch.float32"),
-    "gradients": (dict(topk_weights=torch.ones(4, 2, requires_grad=True)), "scaled_moe_ffn has no backward pass"),
+    "gradients of fp8": (dict(w_down=RIGHT[4].detach().requires_grad_()), "w_down requires grad, but neither"),
+    "gradients and a result": (
+        dict(topk_weights=torch.ones(4, 2, requires_grad=True), out=torch.empty(4, 144, dtype=torch.bfloat16)),
+        "out cannot be combined with tensors that require grad",
+    ),
     "another dtype": (dict(dtype_x=E5M2, recipe_x="RowWise"), "scale_x is given, and so is recipe_x"),
 }  # fmt: skip
 

@@ -193,7 +193,7 @@ def test_stragglers(cluster, options):
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 3), (2, 1)], ids=cluster_name)
 def test_ctas_one_after_the_other(cluster):
-    """With room for all rounds nothing waits for a tile."""
+    """With slots for all rounds, nothing waits for a tile."""
     case = Case(20, heads=2, kv_heads=2, causal=True, layout="zigzag")
     config = small(steps=cluster[0] * cluster[1], intra_ctas=int(cluster[1] > 1))
     run(lambda group: call(group, case, config=config), cluster=cluster, resident=1)
@@ -425,7 +425,7 @@ def test_explain():
     plain, odd, cut = run(work, cluster=(1, 5))[0]
     assert "triton kernel, tiles of 16 queries x 16 keys" in plain
     assert "Triton: the Gluon kernel runs on Hopper GPUs only" in plain
-    assert "room for 2 of 4 rounds" in plain
+    assert "slots for 2 of 4 rounds" in plain
     assert "key: rows are not contiguous and 16-byte aligned" in odd
     assert "over NVLink" in plain
     assert "parts, its state is kept in between" in cut

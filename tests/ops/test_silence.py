@@ -98,7 +98,7 @@ def test_warnings_of_the_caller():
             for _ in range(2):
                 with pytest.warns(RuntimeWarning, match="overflow encountered in multiply"):
                     np.full(2, 1e38, dtype=np.float32) * np.float32(1e38)
-                group.exchange("a meeting", None)
+                group.exchange("nothing", None)
         group.synchronize()
 
     run(work)

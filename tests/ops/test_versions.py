@@ -68,6 +68,9 @@ PORTABLE = {
 }
 # TMA, or NVLink's multicast
 SINCE_HOPPER = {
+    "ring_attention_backward_hopper_kernel": Call(
+        "ring_attention_backward", (1, 8, 2048, 128), ONE_NODE, options={"zigzag": True, "gluon": True}, ctas=33
+    ),
     "few_rows_kernel": Call("all_gather_matmul", (16, 1024, 8192), ONE_NODE),
     "reduce_few_rows_kernel": Call("matmul_reduce_scatter", (16, 1024, 32768), ONE_NODE),
     "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE, multicast=True),
@@ -78,7 +81,11 @@ SINCE_HOPPER = {
     **{kernel: Step(kernel) for kernel in moe_backward_launches.STEPS},
 }
 HOPPER = {
+    "ring_attention_backward_hopper_kernel": Call(
+        "ring_attention_backward", (1, 8, 2048, 128), ONE_NODE, options={"zigzag": True, "gluon": True}, ctas=33
+    ),
     "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (16384, 2048, 2048), ONE_NODE),
+    "weight_grad_hopper_kernel": Call("all_gather_matmul_weight_grad", (16384, 2048, 2048), ONE_NODE),
     "matmul_reduce_scatter_hopper_kernel": Call("matmul_reduce_scatter", (4096, 4096, 2048), ONE_NODE),
     "matmul_all_reduce_hopper_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE),
     "ring_attention_hopper_kernel": Call(

@@ -45,8 +45,8 @@ def choices() -> None:
 
 def rank_main(rank: int) -> None:
     connect.TEST_SECONDS = WAIT  # the emulated machine has little time for all that runs in it
-    wish = Verbs(devices=("rxe0",) if rank == 0 else ("mlx5_3",))
-    refusal = refused(TransportError, lambda: mk.init(transport=wish, timeout=WAIT, gpus_per_node=1))
+    wanted = Verbs(devices=("rxe0",) if rank == 0 else ("mlx5_3",))
+    refusal = refused(TransportError, lambda: mk.init(transport=wanted, timeout=WAIT, gpus_per_node=1))
     assert "rank 1: there is no RDMA device 'mlx5_3' here" in refusal, refusal  # on both: none can go on alone
     group = mk.init(transport=Verbs(devices=(f"rxe{rank}",)), timeout=WAIT, gpus_per_node=1)
     assert (group.size, group.nodes) == (2, 2)

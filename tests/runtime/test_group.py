@@ -165,7 +165,7 @@ def test_the_same_subset_twice():
     assert simulate(rank) == [(True, True, True, True)] * 2
 
 
-# -- meeting
+# -- exchanges
 
 
 def test_exchange_gives_all_values_in_order():

@@ -119,3 +119,26 @@ def test_a_name_finds_no_group_of_another_rank():
         group.barrier()
 
     mk.spawn(program, device="cpu")
+
+
+def test_graphs_with_a_process_group_that_has_no_group_yet():
+    """The first call makes it. The graph is not compiled again for that, nor for other groups."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        process_group, made, others = torch.distributed.new_group([0]), [], []
+        a, b = torch.ones(2, 3, 4), torch.ones(4, 5)
+
+        def count(graph, inputs):
+            made.append(graph)
+            return graph
+
+        compiled = torch.compile(
+            lambda a: mk.all_gather_matmul(a, [b, b], gather_dim=1, group=process_group), backend=count, fullgraph=True
+        )
+        for _ in range(3):
+            assert (compiled(a)[1] == 4).all()
+            others.append(mk.init().subset([0]))
+        assert len(made) == 1
+    finally:
+        torch.distributed.destroy_process_group()

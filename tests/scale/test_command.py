@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from mkernel.scale import calibrate
 from mkernel.scale.command import parse_nodes
 from mkernel.scale.machine import load
 from mkernel.scale.predict import predict
-from mkernel.scale.timeline import Piece, joined, last_lane
+from mkernel.scale.timeline import Piece, critical_path, joined, shares
 
 
 def run(*arguments):
@@ -31,7 +32,7 @@ def test_numbers_of_nodes():
     assert parse_nodes("3:20") == [3, 6, 12]
     assert parse_nodes("2,3,8") == [2, 3, 8]
     for wrong in ("", "0", "4:2", "two", "2:x", "0:4"):
-        with pytest.raises(ArgumentError, match="are no numbers of nodes"):
+        with pytest.raises(ArgumentError, match="must be numbers of nodes"):
             parse_nodes(wrong)
 
 
@@ -127,6 +128,7 @@ def test_calibration_writes_a_machine(tmp_path, monkeypatch):
     told = []
     calibrate.calibrate(path, "h200-efa", told.append)
     assert told == ["the latency of a request", "the rate of large transfers", "many requests"]
+    assert (load(str(path)).rails, load(str(path)).network_share) == (1, 1.0)
     assert "must end in .json" in words(run("--calibrate", str(tmp_path / "here.txt")))
 
 
@@ -157,7 +159,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
     ((), "name an operator"),
     (("moe_combine",), "was registered without model, which this needs. Operators with it: all_gather_matmul,"),
     (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
-    (("all_gather_matmul", "--nodes", "0"), "are no numbers of nodes"),
+    (("all_gather_matmul", "--nodes", "0"), "must be numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),
     (("all_gather_matmul", "32768x2048x8192", "--nodes", "2,3", "--scaling", "strong"), "must be divisible"),
     (("all_gather_matmul", "--dtype", "fp32"), "has no rates for float32"),
@@ -179,16 +181,36 @@ def test_mistakes(arguments, expected):
     assert expected in words(result)
 
 
-def test_the_lane_that_ends_last_has_all_of_its_time():
+@pytest.mark.parametrize(("op", "shape", "nodes", "options", "most"), [
+    ("matmul_reduce_scatter", (65536, 8192, 16384), 2, {}, "multiply"),
+    ("all_gather_matmul", (131072, 2048, 8192), 4, {}, "copy"),
+    ("matmul_all_reduce", (4096, 8192, 65536), 16, {}, "network"),
+    ("ring_attention", (1, 16, 65536, 128), 2, {"causal": True, "zigzag": True}, "attend"),
+    ("moe_ffn", (16384, 2048, 2048), 2, {}, "multiply"),
+])  # fmt: skip
+def test_the_critical_path_has_all_of_the_time(op, shape, nodes, options, most):
     machine = load("h200-cx7")
-    found = predict("matmul_reduce_scatter", (65536, 8192, 16384), machine=machine, nodes=2, timeline=True)
-    lane, pieces = last_lane(found.engine)
-    assert lane.startswith("CTAs ")
-    assert pieces[0].begin == pytest.approx(machine.launch_seconds)
-    assert pieces[-1].end == pytest.approx(found.seconds)
-    assert {"multiply"} <= {piece.kind for piece in pieces}
-    for before, after in pairwise(pieces):
-        assert after.begin == pytest.approx(before.end, abs=1e-8)
+    found = predict(op, shape, machine=machine, nodes=nodes, options=options, timeline=True)
+    path = critical_path(found.engine)
+    assert path[0].begin == pytest.approx(machine.launch_seconds)
+    assert path[-1].end == pytest.approx(found.engine.end)
+    for before, after in pairwise(path):
+        assert after.begin == pytest.approx(before.end, abs=1e-9)
+        assert before.begin < before.end
+    parts = shares(path)
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert most in list(parts)[:2]
+
+
+def test_a_critical_path_goes_where_the_time_does():
+    """With a network that is far away, all the time is its own."""
+    far = replace(load("h200-cx7"), network_seconds=0.1)
+    found = predict("all_gather_matmul", (65536, 2048, 8192), machine=far, nodes=2, timeline=True)
+    parts = shares(critical_path(found.engine))
+    assert parts["network"] > 0.9
+    slow = replace(load("h200-cx7"), copy=1e9)
+    found = predict("all_gather_matmul", (65536, 2048, 8192), machine=slow, nodes=2, timeline=True)
+    assert shares(critical_path(found.engine))["copy"] > 0.9
 
 
 def test_short_pieces_join_their_neighbours():

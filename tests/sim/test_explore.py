@@ -242,7 +242,7 @@ def test_of_two_stalled_tasks_the_first_goes_on_first():
 
 @triton.jit
 def spin(flag, turns):
-    """CTA 0 spins, and changes memory whenever it looks; the others end that."""
+    """CTA 0 spins, and changes memory with every poll; the others end that."""
     if tl.program_id(0) == 0:
         while tl.atomic_add(flag, 0) < 2:
             tl.atomic_add(turns, 1)
@@ -434,7 +434,7 @@ def test_a_report_adds_up_what_the_race_detector_saw():
     text = str(report)
     assert "2 pairs of lines seen in both orders, 1 in one order only" in text
     assert "d.py:4 k, then e.py:5 l (2 times)" in text
-    assert "waits: 2 lines had to wait, 1 never had to" in text
+    assert "waits: at 2 lines a CTA had to wait, at 1 never" in text
     assert "d.py:7 w (6 times)" in text
 
 
@@ -480,10 +480,26 @@ def test_a_report_counts_points():
 def test_a_stall_that_no_task_comes_to_is_told():
     report = check(small, gpus_per_node=1, schedule="stall:0.cta1@2+0.cta1@400")
     assert report.unreached == {Point("0.cta1", 400)}
-    assert "no task came to 0.cta1@400" in str(report)
+    assert "no task reached 0.cta1@400" in str(report)
 
 
 # -- what is refused
+
+
+def test_warps_of_a_gluon_kernel_can_be_stalled():
+    """One by one: the load warp, and the warp that pushes."""
+
+    def program(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        a, b = torch.randn(256, 64, generator=generator).bfloat16(), torch.ones(64, 512).bfloat16()
+        y = mk.all_gather_matmul(a, b)
+        assert "Hopper" in str(mk.explain("all_gather_matmul", a, b))
+        torch.testing.assert_close(y.float()[256 * group.rank :][:256], a.float() @ b.float(), rtol=2e-2, atol=1e-1)
+
+    options = Options(capability=(9, 0), ctas=2)
+    for warps in ("0.cta1w1", "1.cta0w3"):
+        report = check(program, schedule=f"stall:{warps}@2", sim=options)
+        assert report.stalled == {Point(warps, 2)}
 
 
 @pytest.mark.parametrize(

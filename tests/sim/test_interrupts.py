@@ -33,11 +33,11 @@ def test_an_interrupt_in_a_destructor_is_not_lost():
     ran = []
 
     def work():
-        with interrupts.deferred() as look:
-            look()
+        with interrupts.deferred() as check:
+            check()
             Swallows()
             ran.append("on")
-            look()
+            check()
             ran.append("too far")
 
     with pytest.raises(KeyboardInterrupt):
@@ -56,9 +56,9 @@ def test_an_interrupt_that_nobody_looked_for_comes_at_the_end():
 def test_a_handler_of_the_users_own_is_left_alone():
     seen = []
     signal.signal(signal.SIGINT, lambda *_: seen.append("mine"))
-    with interrupts.deferred() as look:
+    with interrupts.deferred() as check:
         os.kill(os.getpid(), signal.SIGINT)
-        look()
+        check()
     assert seen == ["mine"]
 
 
@@ -67,8 +67,8 @@ def test_other_threads_have_no_handlers():
 
     def run():
         try:
-            with interrupts.deferred() as look:
-                look()
+            with interrupts.deferred() as check:
+                check()
         except BaseException as failure:
             failures.append(failure)
 

@@ -21,7 +21,7 @@ from mkernel.runtime.world import Array, Launch
 from .harness import OP, launch, simulate
 
 HERE = rf"\n  rank 0, CTA 0 of {OP}:\n    sim/test_memory.py:\d+ in touch"
-HOWS = ["load", "store", "add", "look", "exchange", "compare"]
+HOWS = ["load", "store", "add", "poll", "exchange", "compare"]
 WHAT = {"load": "a load", "store": "a store"}
 
 
@@ -54,7 +54,7 @@ def touch(x, place, HOW: tl.constexpr):
         tl.store(x + place, 1)
     elif HOW == "add":
         tl.atomic_add(x + place, 1)
-    elif HOW == "look":
+    elif HOW == "poll":
         tl.atomic_add(x + place, 0)
     elif HOW == "exchange":
         tl.atomic_xchg(x + place, 1)
@@ -277,7 +277,7 @@ def test_an_input_is_not_stored_to(how, symmetric):
         simulate(lambda group: on_rank(group, ("x",)))
 
 
-@pytest.mark.parametrize("how", ["load", "look"])
+@pytest.mark.parametrize("how", ["load", "poll"])
 def test_an_input_may_be_looked_at(how):
     run(touch, inputs=("x",), x=with_room(4), place=2, HOW=how)
 

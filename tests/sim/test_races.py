@@ -202,20 +202,20 @@ def access(x, out, HOW: tl.constexpr):
         tl.store(x, 1)
     elif HOW == "volatile":
         tl.store(out + tl.program_id(0), tl.load(x, volatile=True))
-    elif HOW == "look":
+    elif HOW == "poll":
         tl.atomic_add(x, 0, sem="relaxed")
     else:
         tl.atomic_add(x, 1, sem="relaxed")
 
 
-ACCESSES = ["load", "store", "volatile", "look", "add"]
+ACCESSES = ["load", "store", "volatile", "poll", "add"]
 CONFLICTS = {
     frozenset(pair)
     for pair in [
         ("store", "load"),
         ("store",),
         ("store", "volatile"),
-        ("store", "look"),
+        ("store", "poll"),
         ("store", "add"),
         ("add", "load"),
     ]

@@ -20,15 +20,17 @@ def growing(size, step, first=0):
 
 def main_cases(size):
     """Every operator, with every kind of argument."""
-    w = {"b": "transposed"}
+    w, w0 = {"b": "transposed"}, {"b0": "transposed"}
     return [
         Case(GATHER, (6, 24), 20, options={"config": SMALL}),
         Case(GATHER, (6, 24), 20, BF16, bias=True, layouts=w),
         Case(GATHER, (2, 3, 24), 20, FP16, dim=1, bias=True, layouts={"a": "reversed", "dy": "reversed"}),
         Case(GATHER, (2, 3, 24), 20, BF16, used=("y", "gathered"), options={**GATHERED, "save": "gathered"}),
         Case(GATHER, (6, 24), growing(size, 16), BF16, layouts=w),  # rank 0 has no columns
-        Case(GATHER, (2, 3, 24), [20, 7], BF16, dim=1, used=("y0", "y1"), layouts={"b0": "transposed"}),
+        Case(GATHER, (2, 3, 24), [20, 7], BF16, dim=1, used=("y0", "y1"), layouts=w0),
         Case(GATHER, (6, 24), [20, 7, 4], used=("y2", "gathered"), options=GATHERED),
+        Case(GATHER, (2, 3, 24), [24, 0, 7], BF16, dim=1, used=("y0", "y1", "y2"), layouts=w0, adjoined=True),
+        Case(GATHER, (6, 24), [20, 8, 3], used=("y0", "y2", "gathered"), options=GATHERED, adjoined=True),
         Case(SCATTER, (6 * size, 24), 20, bias=True, residual=True, options={"config": SMALL}),
         Case(SCATTER, (2, 3 * size, 24), 20, BF16, dim=1, bias=True, residual=True, layouts={**w, "dy": "transposed"}),
         Case(SCATTER, (2 * size, growing(size, 16)), 20, FP16, requires=("b",), layouts=w),  # rank 0 has a k of 0
@@ -89,6 +91,7 @@ def frozen_cases(size):
         (Case(GATHER, (3, 8), 5, BF16, used=("y", "gathered"), options=GATHERED), ("a", "b")),
         (Case(GATHER, (3, 8), 5, BF16, options={"save": "gathered"}), ("a", "b")),
         (Case(GATHER, (3, 8), [5, 4], BF16, used=("y0", "y1")), ("a", "b0", "b1")),
+        (Case(GATHER, (3, 8), [8, 5], BF16, used=("y0", "y1"), adjoined=True), ("a", "b0", "b1")),
         (Case(GATHER, (3, 8), [5, 4], BF16, used=("y0",), options={"save": "gathered"}), ("a", "b0")),
         (Case(SCATTER, (3 * size, 8), 5, BF16, bias=True, residual=True), ("a", "b", "bias", "residual")),
         (Case(REDUCE, (3, 8), 5, BF16, bias=True, residual=True), ("a", "b", "bias", "residual")),
@@ -107,10 +110,11 @@ def tiled_cases(size, turn=0):
                 continue
             given = {"a": layouts[(i + j) % 4], "b": layout, "dy": layouts[(i + 2 * j + 1) % 4]}
             options = {"config": SMALL} if j % 2 else {}
+            more = dict(options=options, adjoined=bool(j % 2))
             reduced = options | ({"reduce_dtype": FP32} if dtype != FP32 and j < 2 else {})
             found += [
                 Case(GATHER, (35, 40), 50, dtype, bias=bool(j % 2), layouts=given, options=options),
-                Case(GATHER, (35, 40), [50, 33], dtype, used=("y0", "y1"), layouts=given, options=options),
+                Case(GATHER, (35, 40), [48 if j % 2 else 50, 33], dtype, used=("y0", "y1"), layouts=given, **more),
                 Case(SCATTER, (35 * size, 40), 50, dtype, residual=bool(j % 2), layouts=given, options=reduced),
                 Case(REDUCE, (45, 40), 50, dtype, bias=bool(j % 2), layouts=given, options=reduced),
             ]
@@ -124,6 +128,7 @@ def second_cases(size):
         Case(GATHER, (3, 8), growing(size, 2, first=3), layouts={"b": "transposed"}, options={"save": "gathered"}),
         Case(GATHER, (2, 3, 8), [5, 4], dim=1, used=("y0", "y1", "gathered"), options=GATHERED),
         Case(GATHER, (3, 8), [5, 4], used=("y0", "y1"), options={"save": "gathered"}),
+        Case(GATHER, (3, 8), [4, 5], used=("y0", "y1"), layouts={"b0": "transposed"}, adjoined=True),
         Case(SCATTER, (3 * size, 8), 5, bias=True, residual=True),
         Case(SCATTER, (3 * size, 8), 5, requires=("b",), layouts={"b": "transposed"}),
         Case(REDUCE, (3, 8), 5, bias=True, residual=True),
@@ -142,6 +147,8 @@ def gpu_cases(size):
                               options={**GATHERED, "save": "gathered"}),
         "gather, list": Case(GATHER, (320, 256), [512, 128, 128], BF16, used=("y0", "y1", "y2"),
                              layouts={"b0": "transposed", "b1": "transposed", "b2": "transposed"}),
+        "gather, adjoined": Case(GATHER, (320, 256), [512, 128, 128], BF16, used=("y0", "y1", "y2"), adjoined=True,
+                                 layouts={"b0": "transposed"}),
         "gather, uneven": Case(GATHER, (128, 128), growing(size, 128), BF16, layouts=w),  # rank 0 has no columns
         "scatter": Case(SCATTER, (256 * size, 192), 512, BF16, bias=True, residual=True, layouts=w),
         "scatter, plain": Case(SCATTER, (256 * size, 256), 512, BF16, layouts=w),

@@ -40,9 +40,9 @@ class Case:
     """A call of an operator on every rank.
 
     a: the shape of a, [..., k]; k may be one number per rank. n: columns of b, one number per rank for
-    all_gather_matmul, or a list of numbers, which makes a list of b. requires: the inputs that require grad; of a list,
-    b0, b1 and so on. used: which results the loss depends on; y, or y0, y1 and so on, and gathered. layouts: of inputs
-    and of the gradients of results, by name.
+    all_gather_matmul, or a list of numbers, which makes a list of b. adjoined: they lie side by side in memory, laid
+    out as b0. requires: the inputs that require grad; of a list, b0, b1 and so on. used: which results the loss depends
+    on; y, or y0, y1 and so on, and gathered. layouts: of inputs and of the gradients of results, by name.
     """
 
     op: str
@@ -57,6 +57,7 @@ class Case:
     layouts: dict = field(default_factory=dict, hash=False)
     options: dict = field(default_factory=dict, hash=False)
     seed: int = 0
+    adjoined: bool = False
 
     def __str__(self):
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "op"}
@@ -112,8 +113,16 @@ class Case:
 
     def tensors(self, group):
         """This rank's inputs, laid out as the case says, with what requires grad."""
-        made = {}
-        for name, values in self.inputs(group.rank, group.size).items():
+        made, inputs = {}, self.inputs(group.rank, group.size)
+        if self.adjoined:
+            each = [inputs[name] for name in self.weights]
+            whole = LAYOUTS[self.layouts.get("b0", "plain")](torch.cat(each, dim=1).to(group.device))
+            columns = whole.detach().split([values.shape[1] for values in each], dim=1)
+        for name, values in inputs.items():
+            if self.adjoined and name in self.weights:
+                made[name] = columns[self.weights.index(name)].detach()
+                made[name].requires_grad_("b" in self.requires or name in self.requires)
+                continue
             tensor = LAYOUTS[self.layouts.get(name, "plain")](values.to(group.device)).detach()
             all_of_a_list = "b" in self.requires and name in self.weights
             made[name] = tensor.requires_grad_(name in self.requires or all_of_a_list)
@@ -248,10 +257,15 @@ def check(group, case, *, twice=True):
         if tensor.requires_grad and case.depends_on(name):
             what = f"rank {group.rank}: {case}: gradient of {name}"
             assert_within(what, tensor.grad, *gradients[name], case.dtype)
-            if case.layouts.get(name, "plain") in ("plain", "transposed", "reversed"):
+            dense = not (case.adjoined and name in case.weights) or tensor.stride(0) == 1
+            if case.layouts.get(name, "plain") in ("plain", "transposed", "reversed") and dense:
                 assert strides(tensor.grad) == strides(tensor), f"{what} has strides {tensor.grad.stride()}"
         else:
-            assert tensor.grad is None, f"{case}: {name} has a gradient"
+            others = case.several and name in case.weights and any(each != "gathered" for each in case.used)
+            if others and tensor.requires_grad:  # other results are used: all of them have one gradient
+                assert not tensor.grad.any(), f"{case}: {name} has a gradient"
+            else:
+                assert tensor.grad is None, f"{case}: {name} has a gradient"
     if twice:
         again = run(group, case)
         for name, y in found.results.items():

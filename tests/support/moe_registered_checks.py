@@ -143,7 +143,10 @@ def check_opcheck_scaled_ffn(group):
     narrow, scale_x = mk.quantize(x)
     given, rest = (ids, weights, w1, w2), (scale_1, scale_2, group.group_name, None, TOKENS, "silu")
     out = torch.zeros(x.shape, dtype=torch.bfloat16)
+    numbers = [K, EXPERTS, group.size * TOKENS * K, TOKENS, 8, 16]
+    leaves_of = (x.clone().requires_grad_(), ids, weights.clone().requires_grad_(), w1, w2, None, scale_1, scale_2)
     for variant, arguments in (
+        ("_kept", (*leaves_of, group.group_name, numbers, "silu", config, "RowWise")),
         ("", (narrow, *given, scale_x, *rest, config)),
         ("", (x, *given, None, *rest, None, "RowWise")),
         ("_out", (narrow, *given, scale_x, *rest, None, None, None, out)),
@@ -201,6 +204,30 @@ def check_compiled(group):
         inputs = leaves(group, CALLS["ffn"])
         y = call_of(group, "ffn")(*inputs)
         assert torch.equal(compiled(call_of(group, "ffn", max_tokens=None))(*inputs), y)
+
+
+def check_compiled_in_fp8(group):
+    """A layer, and the halves of one: one graph, and the same bits, gradients included."""
+    layer, rank = layer_of(group), group.rank
+    ids = layer.ids(rank)
+    w, scale_w = (each.transpose(1, 2) for each in mk.quantize(layer.w(rank).transpose(1, 2).contiguous()))
+    module = mk.nn.ExpertParallelMoE(
+        HIDDEN, INTER, EXPERTS * group.size, K, fp8="RowWise", group=group, max_tokens=TOKENS
+    )
+
+    def halves(x, p):
+        more = dict(group=group, max_tokens=TOKENS, recipe_x="RowWise", out_dtype=torch.float32)
+        y, handle = mk.moe_dispatch_scaled_matmul(x, ids, w, None, scale_w, **more)
+        return mk.moe_combine(y.sigmoid(), handle, p, group=group)
+
+    for function, names, parameters in ((halves, ("x", "weights"), []), (module, ("x",), list(module.parameters()))):
+        inputs, results = leaves(group, names), []
+        for each in (function, compiled(function)):
+            module.zero_grad()
+            results.append([*gradients(each, inputs), *(parameter.grad for parameter in parameters)])
+        assert graphs_made() == 1, counters
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
 
 
 def check_what_a_graph_needs(group):

@@ -15,6 +15,7 @@ from support.moe_reference import Layer, combine, dispatch, dispatch_rows, ffn
 from support.moe_scaled_reference import ScaledFfn, ScaledLayer, dispatch_scaled, ffn_scaled
 from support.operator_calls import assert_product, assert_same
 from support.reduce_reference import WAYS
+from support.scaled_reference import ScaledGather, ScaledSum, call_gather, call_sum
 
 SCATTER, REDUCE, SLICED, MULTICAST = WAYS
 
@@ -185,6 +186,31 @@ class Routes(SimulatedCalls):
         )
         for turn in range(self.calls):
             EXPERT_CALLS[self.op](group, self.layer, turn, **arguments)
+
+
+@dataclass(frozen=True)
+class ScaledGathers(SimulatedCalls):
+    """all_gather_scaled_matmul."""
+
+    op: ClassVar = "all_gather_matmul"  # whose workspace it is, for records of waits
+    case: ScaledGather
+
+    def work(self, group):
+        config = mk.Config(tile_m=16, tile_n=16, tile_k=32, chunk_rows=4)
+        for turn in range(self.calls):
+            call_gather(group, self.case, turn, config=config)
+
+
+@dataclass(frozen=True)
+class ScaledSums(SimulatedCalls):
+    """scaled_matmul_reduce_scatter or scaled_matmul_all_reduce."""
+
+    way: str
+    case: ScaledSum
+
+    def work(self, group):
+        for turn in range(self.calls):
+            call_sum(group, self.way, self.case, turn, config=mk.Config(tile_m=16, tile_n=16, tile_k=32))
 
 
 @dataclass(frozen=True)

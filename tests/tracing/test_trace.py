@@ -18,7 +18,7 @@ from support import operator_calls
 from support.workloads import workload_of
 
 import mkernel as mk
-from mkernel.lang.trace import _has_room
+from mkernel.lang.trace import _fits
 from mkernel.runtime import clocks
 from mkernel.sim.backend import SimLauncher
 from mkernel.tracing import chrome
@@ -177,14 +177,14 @@ def name(event):
 
 
 @triton.jit
-def always_has_room(place, words):
-    return place > 0
+def always_fits(offset, words):
+    return offset > 0
 
 
 def test_without_the_bound_events_are_written_elsewhere():
     operator_calls.run(traced, 3, 3, cluster=(1, 2))
     with pytest.raises(mk.SimulatorError, match="outside of every tensor"):
-        operator_calls.run(traced, 3, 3, cluster=(1, 2), replace={_has_room: always_has_room})
+        operator_calls.run(traced, 3, 3, cluster=(1, 2), replace={_fits: always_fits})
 
 
 def test_a_rank_alone():

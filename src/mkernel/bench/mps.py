@@ -112,7 +112,7 @@ def _is_running(process: int) -> bool:
 
 
 def _poll(done: Callable[[], object], seconds: float) -> bool:
-    """Ask until it is true, for so many seconds at most. Returns whether it was."""
+    """Poll until it is true, for at most this many seconds. Returns whether it was."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() >= deadline:

@@ -18,14 +18,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mkernel.bench.benchmark import Published
 
-NODES, GPUS = 2, 8
-RANKS = NODES * GPUS
+NODES, GPUS_PER_NODE = 2, 8
+RANKS = NODES * GPUS_PER_NODE
 NVLINK, NETWORK = 450e9, 50e9  # bytes/s that a GPU of the published run sends within its node, and to the other node
 
 SAME = "the same: what a rank multiplies (bf16), and the rates of links relative to the GPU's"
 DIFFERENT = (
     "not the same: {here} instead of 2 nodes x 8 H200, paced links instead of real ones; compare floor fractions"
 )
+
+
+def gathered(block: float) -> tuple[float, float]:
+    """Bytes that a rank of the published run sends within its node, and to the other node, in an all-gather of a block
+    of this many bytes from each rank, or in the reverse, a reduce-scatter."""
+    return NODES * (GPUS_PER_NODE - 1) * block, (NODES - 1) * block
 
 
 def place(nodes: int, ranks: int, gpus: int) -> str:

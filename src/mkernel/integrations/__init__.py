@@ -1,12 +1,12 @@
-"""Operators for programs that call those of others: they need no change, or one line, to run the fused kernels.
+"""mkernel behind the interfaces of other libraries: programs run the fused kernels with one changed line, or none.
 
 - `symm_mem`: what Inductor's async tensor parallelism, TorchTitan and vLLM call, `torch.ops.symm_mem.fused_*`.
 - `context_parallel`: attention in PyTorch's `context_parallel`.
 - `huggingface`: attention of Hugging Face transformers, for context parallelism.
-- `ring_flash_attn`: the functions of the package ring-flash-attn, by their names.
+- `ring_flash_attn`: the functions of the package ring-flash-attn, under the same names.
 - `torchtitan`, `torchtitan_moe`: TorchTitan's fused tensor-parallel layers, and its expert-parallel token dispatcher.
-  To be imported by name, since they import TorchTitan.
-- `token_switch`: PyTorch's interface of expert-parallel dispatch and combine, from 2.15 on. To be imported by name.
+  Import them by name, because they import TorchTitan.
+- `token_switch`: PyTorch's interface of expert-parallel dispatch and combine, from 2.15 on. Import it by name.
 
 `report()` says how many calls were fused, how many went to PyTorch's own implementation, and why.
 """

@@ -1,6 +1,6 @@
 """Counts of the calls that an integration has served, and of those that it left to PyTorch.
 
-A fusion that does not happen is slow, but not wrong, so nobody notices. The counts are how a program can.
+A missed fusion is slow but not wrong, so it is easy to overlook. These counts make it visible.
 """
 
 from __future__ import annotations

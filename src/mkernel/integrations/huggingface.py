@@ -128,7 +128,7 @@ class RingAttention:
         return make_mask(group=self._group, **arguments)
 
     def refuse(self, call: tuple[Any, ...], group: Any) -> None:
-        """Refuse what `mk.ring_attention` does not take, or would not be told of."""
+        """Reject what `mk.ring_attention` does not support, or would not be passed."""
         query, key, _, attention_mask, dropout, others = call
         if attention_mask is not None and not isinstance(attention_mask, Window):
             raise ArgumentError(

@@ -1,5 +1,5 @@
-"""The functions of the package ring-flash-attn, by their names: a program that imports them from here instead runs one
-fused kernel per call, forward and backward.
+"""A drop-in replacement for the package ring-flash-attn: a program that imports its functions from here runs one fused
+kernel per call, forward and backward.
 
     from mkernel.integrations.ring_flash_attn import zigzag_ring_flash_attn_func
 

@@ -9,15 +9,15 @@ combine, with mkernel's operators behind it.
 The arguments are those of TokenSwitchNCCL, which is the implementation that comes with PyTorch. Here a group may be
 anything that `mk` takes, and needs no NCCL EP.
 
-Who does what. The interface has the routing before the tokens. So `create_routing` dispatches rows of one number, which
-gives the tables of the routing; `dispatch` moves tokens and weights along them (ops/moe/redispatch.py), which routes no
-token again; `combine` is a `mk.moe_combine` with weights of one. Autograd is that of PyTorch's base class: the gradient
-of `dispatch` is a `combine`, and that of `combine` a `dispatch`; weights have none. All calls are collective, those of
-backward passes, too.
+Who does what. The interface creates the routing before the tokens are known. So `create_routing` dispatches rows of one
+number, which fills the tables of the routing. `dispatch` moves tokens and weights with these tables
+(ops/moe/redispatch.py), without routing a token again. `combine` is a `mk.moe_combine` with weights of one. Autograd is
+that of PyTorch's base class: the gradient of `dispatch` is a `combine`, and that of `combine` a `dispatch`; weights
+have no gradient. All calls are collective, including those of backward passes.
 
-What it costs beside `mk.moe_dispatch`: the dispatch of one number per token, and a copy of the rows, because the
-interface wants them in memory of its own, with zeros behind those of the last expert. Whoever calls mkernel directly
-does better with `mk.moe_ffn`.
+What it costs in addition to `mk.moe_dispatch`: the dispatch of one number per token, and a copy of the rows, because
+the interface provides the memory for them, with zeros after the rows of the last expert. Programs that call mkernel
+directly should use `mk.moe_ffn`.
 
 This module imports a private module of PyTorch, so nothing else here imports it.
 """

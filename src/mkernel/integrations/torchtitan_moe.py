@@ -2,13 +2,14 @@
 
     --override.imports mkernel.integrations.torchtitan_moe.token_dispatcher
 
-TorchTitan's mixture of experts calls a dispatcher before its experts and after them. The one that is replaced, the
-default, reorders tokens, exchanges counts, waits for them on the host, exchanges tokens with all-to-all and reorders
-them again; then all of it backwards. This one calls `mk.moe_dispatch` and `mk.moe_combine`: one kernel each, no copy of
-a token for each of its experts on the network, and a host that never waits for a count. Groups may span nodes.
+TorchTitan's mixture of experts calls a dispatcher before and after its experts. The default dispatcher, which is
+replaced, reorders tokens, exchanges counts, waits for them on the host, exchanges tokens with all-to-all and reorders
+them again; afterwards it does the reverse. This one calls `mk.moe_dispatch` and `mk.moe_combine`: one kernel each. A
+token crosses the network once, not once for each of its experts, and the host never waits for a count. Groups may span
+nodes.
 
-Rows of all experts are in one tensor of fixed size, so rows behind those of the last expert hold anything. TorchTitan's
-grouped GEMMs take the ends of experts from the counts, and never read them.
+The rows of all experts are in one tensor of fixed size. The contents of rows after those of the last expert are
+undefined; TorchTitan's grouped GEMMs take the ends of experts from the counts, and never read them.
 
 This module imports TorchTitan, so nothing else here imports it.
 """

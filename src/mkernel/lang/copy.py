@@ -56,7 +56,7 @@ def push_rows(context, source, target, rows, columns, peers, ROWS: tl.constexpr,
 
 
 @triton.jit
-def pace(start, sent, nanoseconds_per_mib):
+def wait_paced(start, sent, nanoseconds_per_mib):
     """Wait until a link of the given rate would have carried `sent` bytes since `start`. For measurements only: it
     makes the memory of one GPU behave like a link between GPUs."""
     while clock() - start < (sent * nanoseconds_per_mib) >> 20:
@@ -70,7 +70,7 @@ LINK_FREE = tl.constexpr(4)
 @triton.jit
 def reserve_link(context, size, nanoseconds_per_mib):
     """Queue `size` bytes on the paced link that all CTAs of the rank share. Returns the time at which they will be
-    through, for `wait_link`. Unlike with `pace`, idle time of the link is lost. For measurements only."""
+    through, for `wait_link`. Unlike with `wait_paced`, idle time of the link is lost. For measurements only."""
     free = state_of(context) + LINK_FREE
     duration = (size * nanoseconds_per_mib) >> 20
     tl.atomic_max(free, clock(), sem="relaxed", scope="gpu")

@@ -15,8 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """Tile number -> (place in the sequence of row blocks, column block). Groups GROUP row blocks for L2 locality, and
-    reverses the columns of every other group."""
+    """Tile number -> (position in the sequence of row blocks, column block). Groups GROUP row blocks for L2
+    locality, and reverses the columns of every other group."""
     in_group = GROUP * column_blocks
     group = tile // in_group
     first = group * GROUP
@@ -28,8 +28,8 @@ def swizzle_tile(tile, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def arrival_order(place, rank, blocks, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
-    """Place in the sequence of row blocks -> (source rank, row block of that source). `place` may be a tensor.
+def arrival_order(position, rank, blocks, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
+    """Position in the sequence of row blocks -> (source rank, row block of that source). `position` may be a tensor.
 
     `blocks` is the number of row blocks of one rank. There is no branch in it, so that Triton pipelines loops that
     load by it.
@@ -38,19 +38,19 @@ def arrival_order(place, rank, blocks, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE:
     local = rank % RANKS_PER_NODE
     # the ranks of this node, in turn
     peers: tl.constexpr = max(RANKS_PER_NODE - 1, 1)
-    turn = tl.maximum(place - blocks, 0)
-    source = tl.where(place < blocks, rank, node * RANKS_PER_NODE + (local + 1 + turn % peers) % RANKS_PER_NODE)
-    block = tl.where(place < blocks, place, turn // peers)
+    turn = tl.maximum(position - blocks, 0)
+    source = tl.where(position < blocks, rank, node * RANKS_PER_NODE + (local + 1 + turn % peers) % RANKS_PER_NODE)
+    block = tl.where(position < blocks, position, turn // peers)
     if WORLD_SIZE > RANKS_PER_NODE:
         # the ranks of the other nodes, in turn; of each node my own counterpart first, since its rows reach me straight
         # from the network
         others: tl.constexpr = WORLD_SIZE - RANKS_PER_NODE
         nodes: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE
-        turn = tl.maximum(place - blocks * RANKS_PER_NODE, 0)
+        turn = tl.maximum(position - blocks * RANKS_PER_NODE, 0)
         which = turn % others
         other_node = (node + 1 + which % (nodes - 1)) % nodes
         other = other_node * RANKS_PER_NODE + (local + which // (nodes - 1)) % RANKS_PER_NODE
-        far = place >= blocks * RANKS_PER_NODE
+        far = position >= blocks * RANKS_PER_NODE
         source = tl.where(far, other, source)
         block = tl.where(far, turn // others, block)
     return source, block

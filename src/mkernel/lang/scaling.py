@@ -49,8 +49,8 @@ class Scales(NamedTuple):
 def load_scales(scales, part, first, end, block, SIZE: tl.constexpr):
     """The scales of SIZE rows of a, or columns of b, from `first` on, in a block of k; zeros from `end` on."""
     i = first + tl.arange(0, SIZE)
-    place = (i // scales.GROUP).to(tl.int64) * scales.row + tl.cast(part, tl.int64) * scales.part
-    return tl.load(scales.data + place + tl.cast(block, tl.int64) * scales.block, mask=i < end, other=0.0)
+    offset = (i // scales.GROUP).to(tl.int64) * scales.row + tl.cast(part, tl.int64) * scales.part
+    return tl.load(scales.data + offset + tl.cast(block, tl.int64) * scales.block, mask=i < end, other=0.0)
 
 
 @triton.jit

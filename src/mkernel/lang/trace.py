@@ -70,9 +70,9 @@ def trace_time(context):
 
 
 @triton.jit
-def _has_room(place, words):
-    """Does an event at a place of its lane end before the lane does?"""
-    return place + EVENT_WORDS <= words
+def _fits(offset, words):
+    """Does an event at this offset end before the lane does?"""
+    return offset + EVENT_WORDS <= words
 
 
 @triton.jit
@@ -85,9 +85,9 @@ def trace(context, LANE: tl.constexpr, KIND: tl.constexpr, peer, index, since):
         lane = tl.load(context + TRACE).to(tl.pointer_type(tl.int64)) + (tl.program_id(0) * LANES + LANE) * words
         count = tl.load(lane)
         tl.store(lane, count + 1)
-        place = (count + 1) * EVENT_WORDS
-        inside = _has_room(place, words)
-        tl.store(lane + place, tl.cast(since, tl.int64), mask=inside)
-        tl.store(lane + place + 1, now, mask=inside)
-        tl.store(lane + place + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)
-        tl.store(lane + place + 3, tl.cast(index, tl.int64), mask=inside)
+        offset = (count + 1) * EVENT_WORDS
+        inside = _fits(offset, words)
+        tl.store(lane + offset, tl.cast(since, tl.int64), mask=inside)
+        tl.store(lane + offset + 1, now, mask=inside)
+        tl.store(lane + offset + 2, ((tl.cast(peer, tl.int64) & 0xFFFF) << 16) | KIND, mask=inside)
+        tl.store(lane + offset + 3, tl.cast(index, tl.int64), mask=inside)

@@ -11,6 +11,7 @@ from torch import nn
 from mkernel.nn import functional
 from mkernel.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mkernel.nn.shards import check_divisible, check_positive
+from mkernel.ops.all_gather_matmul.several import joined
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
 
@@ -23,23 +24,61 @@ def check_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
     check_divisible("num_kv_heads", num_kv_heads, size)
 
 
-def _apply_together(x: torch.Tensor, *layers: ColumnParallelLinear) -> list[torch.Tensor]:
-    """The outputs of layers that have the same input, which is gathered once."""
-    first = layers[0]
-    return functional.column_parallel_linears(
-        x, [layer.weight for layer in layers], [layer.bias for layer in layers], group=first.group,
-        sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save, fp8=first.fp8,
-        fp8_gradients=first.fp8_gradients,
-    )  # fmt: skip
+class SharedInput(nn.Module):
+    """A block whose first layers have the same input: it is gathered once, and multiplied by all their weights in one
+    kernel. For that, the weights lie behind each other in memory. Where they do not, as with FSDP, the results are the
+    same, but only the first product overlaps with the transfers."""
+
+    first_layers: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def _adjoin(self) -> None:
+        """Move the weights behind each other, unless they are."""
+        weights = [getattr(self, name).weight for name in self.first_layers]
+        kinds = {(type(weight), weight.dtype, weight.device) for weight in weights}
+        if len(kinds) > 1 or type(weights[0]) is not nn.Parameter or joined([w.t() for w in weights]) is not None:
+            return
+        whole = torch.cat([weight.data for weight in weights])
+        for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+
+    def _made(self) -> None:
+        """The last step of __init__."""
+        self._adjoin()
+        self.register_load_state_dict_post_hook(_adjoin_loaded)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # of `to` and the like: moves each parameter on its own
+        self._adjoin()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # of a copy, or of a module from a file
+        self._adjoin()
+
+    def _apply_first(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs of the first layers."""
+        layers: list[ColumnParallelLinear] = [getattr(self, name) for name in self.first_layers]
+        first = layers[0]
+        return functional.column_parallel_linears(
+            x, [layer.weight for layer in layers], [layer.bias for layer in layers], group=first.group,
+            sequence_parallel=first.sequence_parallel, sequence_dim=first.sequence_dim, save=first.save, fp8=first.fp8,
+            fp8_gradients=first.fp8_gradients,
+        )  # fmt: skip
 
 
-class ParallelSwiGLU(nn.Module):
+def _adjoin_loaded(block: SharedInput, incompatible: Any) -> None:
+    """After load_state_dict, which may have replaced parameters (assign=True)."""
+    block._adjoin()
+
+
+class ParallelSwiGLU(SharedInput):
     """The gated MLP of Llama and its relatives, down_proj(silu(gate_proj(x)) * up_proj(x)), with its inner features
     divided among the ranks.
 
     The parameters have the names of Hugging Face's `LlamaMLP`: `gate_proj.weight`, `up_proj.weight`,
     `down_proj.weight`. gate_proj and up_proj are `ColumnParallelLinear`s, down_proj is a `RowParallelLinear`. The input
-    is gathered once for both.
+    is gathered once for both, and multiplied by both in one kernel.
 
     Args:
         hidden_size: features of the input and the output.
@@ -52,6 +91,8 @@ class ParallelSwiGLU(nn.Module):
     Input and output: [..., hidden_size], this rank's part of the sequence; without sequence_parallel, all of it, the
     same on every rank. `forward(x, residual)` adds a residual in the last kernel.
     """
+
+    first_layers = ("gate_proj", "up_proj")
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, bias: bool = False, *, group: Any = None,
@@ -71,6 +112,7 @@ class ParallelSwiGLU(nn.Module):
         self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, save=save, **common)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, reduce_dtype=reduce_dtype, **common)
+        self._made()
 
     @classmethod
     def from_linears(
@@ -92,19 +134,20 @@ class ParallelSwiGLU(nn.Module):
         made.gate_proj = ColumnParallelLinear.from_linear(gate_proj, group=group, **of_columns)
         made.up_proj = ColumnParallelLinear.from_linear(up_proj, group=group, **of_columns)
         made.down_proj = RowParallelLinear.from_linear(down_proj, group=group, **of_row)
+        made._made()
         return made
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = _apply_together(x, self.gate_proj, self.up_proj)
+        gate, up = self._apply_first(x)
         return self.down_proj(F.silu(gate) * up, residual)
 
 
-class ParallelQKV(nn.Module):
+class ParallelQKV(SharedInput):
     """The query, key and value projections of attention, with the heads divided among the ranks.
 
     The parameters have the names of Hugging Face's `LlamaAttention`: `q_proj.weight`, `k_proj.weight`, `v_proj.weight`.
-    The input is gathered once for all three. The projection that follows attention is a `RowParallelLinear` of
-    num_heads*head_dim input features.
+    The input is gathered once for all three, and multiplied by them in one kernel. The projection that follows
+    attention is a `RowParallelLinear` of num_heads*head_dim input features.
 
     Args:
         hidden_size: features of the input.
@@ -119,6 +162,8 @@ class ParallelQKV(nn.Module):
     Input: [..., hidden_size]. Output: query [..., num_heads/world, head_dim], key and value
     [..., num_kv_heads/world, head_dim], for the whole sequence.
     """
+
+    first_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None,
@@ -147,11 +192,10 @@ class ParallelQKV(nn.Module):
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * head_dim, bias, **common)
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
         self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * head_dim, bias, **common)
+        self._made()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = (
-            y.unflatten(-1, (-1, self.head_dim)) for y in _apply_together(x, self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (y.unflatten(-1, (-1, self.head_dim)) for y in self._apply_first(x))
         return query, key, value
 
     def extra_repr(self) -> str:

@@ -1,11 +1,11 @@
 """Linear layers of which every rank has a part, multiplied in fp8: what `mkernel.nn.functional` does with `fp8=`.
 
-This is also how the operators with scales are differentiated. They multiply what is quantized, and quantizing has no
-derivative; so gradients begin at what is quantized, which is here. Gradients pass through the quantization as if it
-changed nothing (the straight-through estimator).
+This is also how these operators with scales are differentiated. They multiply quantized operands, and quantizing has no
+derivative, so they have no gradients themselves. These functions quantize and multiply, and their gradients treat the
+quantization as the identity (the straight-through estimator).
 
-Forward, input and weight are quantized along the features that are multiplied, in every pass. With x8 and w8 for the
-numbers that the fp8 stands for, y = x8 @ w8.t().
+Forward: every pass quantizes input and weight along the features that are multiplied. Let x8 and w8 be the dequantized
+operands; then y = x8 @ w8.t().
 
 Backward, in one of two ways:
 
@@ -22,8 +22,8 @@ Backward, in one of two ways:
 | row, sequence | GEMM + RS | AG (of dy) + GEMM | local, from gathered dy |
 | row | GEMM + AR | a local GEMM | local |
 
-What is kept for the backward pass: x in fp8, half of what the layers in bf16 keep; and the weight in fp8 or, with fp8
-gradients, as it is.
+The forward pass keeps x in fp8, half of what the layers in bf16 keep, and the weight in fp8 or, with fp8 gradients,
+unquantized.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ RECIPES = {
 
 
 def check_recipe(recipe: str | None, gradients: torch.dtype | None) -> None:
-    """Refuse what is no recipe, and gradients that are not in fp8 or are of a layer that is not."""
+    """Reject an unknown recipe, and gradients in a dtype other than fp8 or of a layer that is not in fp8."""
     if recipe is not None and recipe not in RECIPES:
         raise ArgumentError(f"fp8 must be None or one of {', '.join(RECIPES)}; got {recipe!r}")
     if gradients is None:

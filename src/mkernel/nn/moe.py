@@ -1,9 +1,9 @@
 """A mixture-of-experts layer whose experts are divided among the ranks.
 
-Shared experts, which every token goes to, are computed in the same launch as the others. Each rank has all of them, as
-its last experts: behind its own ones in memory, so that the kernel finds one tensor of matrices. A token names those of
-its own rank in further columns of its ids, with a weight of one. So it needs no communication for them, and their
-tiles are some of those that are computed while other tokens, or results, are on their way.
+Shared experts, which every token goes to, are computed in the same launch as the others. Each rank has all of them as
+its last experts, after its own experts in memory, so that the kernel gets one tensor of matrices. A token names the
+shared experts of its own rank in additional columns of its ids, with a weight of one. So they need no communication,
+and their tiles are computed while other tokens, or results, are in flight.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mkernel.nn import fp8_experts
+from mkernel.nn.fp8_experts import check_experts_recipe
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.router import TopKRouter
@@ -62,7 +64,7 @@ class ParallelExperts(ParallelModule):
     def __init__(
         self, hidden_size: int, intermediate_size: int, num_experts: int, *, shared_experts: int = 0,
         bias: bool = False, group: Any = None, capacity: int | None = None, capacity_factor: float | None = None,
-        max_tokens: int | None = None, activation: str = "silu", save: str = "inputs",
+        max_tokens: int | None = None, activation: str = "silu", save: str = "inputs", fp8: str | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ):  # fmt: skip
@@ -70,12 +72,13 @@ class ParallelExperts(ParallelModule):
         check_save(save)
         check_activation(activation)
         check_positive(hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts)
+        check_experts_recipe(fp8, bias, save, intermediate_size)
         check_divisible("num_experts", num_experts, self.world_size)
         check_experts("shared_experts", shared_experts)
         self.hidden_size, self.intermediate_size, self.num_experts = hidden_size, intermediate_size, num_experts
         self.shared_experts = shared_experts
         self.capacity, self.capacity_factor, self.max_tokens = capacity, capacity_factor, max_tokens
-        self.save, self.activation = save, activation
+        self.save, self.activation, self.fp8 = save, activation, fp8
         mine = num_experts // self.world_size
         like: dict[str, Any] = dict(device=device, dtype=dtype)
         inner = 2 * intermediate_size
@@ -158,6 +161,11 @@ class ParallelExperts(ParallelModule):
         gate_up, down, b_gate_up, b_down = (self._all(name) for name in NAMES)
         assert gate_up is not None
         assert down is not None
+        if self.fp8 is not None:
+            return fp8_experts.moe_ffn(
+                x, ids, weights, gate_up, down, self.fp8, group=self.group, capacity=capacity,
+                max_tokens=self.max_tokens, activation=self.activation,
+            )  # fmt: skip
         return moe_ffn(
             x, ids, weights, gate_up.transpose(1, 2), down.transpose(1, 2), group=self.group, b_gate_up=b_gate_up,
             b_down=b_down, capacity=capacity, max_tokens=self.max_tokens, activation=self.activation, save=self.save,
@@ -166,6 +174,7 @@ class ParallelExperts(ParallelModule):
     def extra_repr(self) -> str:
         more = f", shared_experts={self.shared_experts}" if self.shared_experts else ""
         more += "" if self.down_proj_bias is None else ", bias=True"
+        more += "" if self.fp8 is None else f", fp8={self.fp8!r}"
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"num_experts={self.num_experts}{more}, shard {self.membership.rank} of {self.membership.size}"
@@ -199,6 +208,9 @@ class ExpertParallelMoE(nn.Module):
         group: the group whose ranks share the experts; None is the current group.
         capacity, capacity_factor, max_tokens, activation, save: as in `mk.moe_ffn`. The capacity is without the rows of
             shared experts.
+        fp8: multiply in fp8 what is quantized in each forward pass: "RowWise" or "BlockWise", for what shares a scale
+            (see `mkernel.nn.fp8_experts`). None: no. The router is not quantized. Only with bias=False and
+            save="inputs".
         generator: as in `ColumnParallelLinear`.
 
     Input and output: [..., hidden_size], this rank's tokens. Their number may differ between ranks.
@@ -209,8 +221,8 @@ class ExpertParallelMoE(nn.Module):
         bias: bool = False, normalize: bool = True, scores: str = "softmax", scale: float = 1.0, groups: int = 1,
         top_groups: int = 1, correction_bias: bool = False, group: Any = None, capacity: int | None = None,
         capacity_factor: float | None = None, max_tokens: int | None = None, activation: str = "silu",
-        save: str = "inputs", device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        generator: torch.Generator | None = None,
+        save: str = "inputs", fp8: str | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, generator: torch.Generator | None = None,
     ):  # fmt: skip
         super().__init__()
         check_experts("shared_experts", shared_experts)
@@ -229,7 +241,7 @@ class ExpertParallelMoE(nn.Module):
             self.experts = ParallelExperts(
                 hidden_size, intermediate_size, num_experts, shared_experts=shared_experts, bias=bias, group=group,
                 capacity=capacity, capacity_factor=capacity_factor, max_tokens=max_tokens, activation=activation,
-                save=save, **like,
+                save=save, fp8=fp8, **like,
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -85,11 +85,6 @@ def check_positive(**values: int) -> None:
             raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter on this rank: of a DTensor, its local tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
 def is_dtensor(tensor: Any) -> bool:
     """Is it a DTensor? Does not import torch.distributed.tensor."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
@@ -100,9 +95,13 @@ class ParallelModule(nn.Module):
 
     `shard_dims` says in which dimension a parameter is divided among the ranks. Parameters that it does not name are
     replicated: each rank has them whole, with the same values.
+
+    A parameter that is a DTensor stands for this rank's shard, which FSDP (`fully_shard`) has divided further among the
+    ranks of another mesh; or, where `dtensors_are_whole`, for the parameter of the plain module.
     """
 
     shard_dims: Mapping[str, int] = {}
+    dtensors_are_whole = False
 
     def __init__(self, group: Any = None):
         super().__init__()
@@ -127,23 +126,41 @@ class ParallelModule(nn.Module):
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """The shape that a parameter has in the plain module."""
-        shape = list(local_of(getattr(self, name)).shape)
-        dim = self.shard_dims.get(name)
-        if dim is not None:
+        shape, dim = list(getattr(self, name).shape), self.shard_dims.get(name)
+        if dim is not None and not self._stands_for_whole(name):
             shape[dim] *= self.membership.size
         return tuple(shape)
+
+    def shard_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's shard of a parameter."""
+        shape, dim = list(getattr(self, name).shape), self.shard_dims.get(name)
+        if dim is not None and self._stands_for_whole(name):
+            shape[dim] //= self.membership.size
+        return tuple(shape)
+
+    def _stands_for_whole(self, name: str) -> bool:
+        return self.dtensors_are_whole and is_dtensor(getattr(self, name))
 
     @torch.no_grad()
     def copy_from(self, whole: Mapping[str, torch.Tensor | None]) -> None:
         """Copy this rank's shard of each parameter of the plain module."""
         for name, tensor in whole.items():
             if tensor is not None:
-                local_of(getattr(self, name)).copy_(self.shard_of(name, tensor))
+                parameter, shard = getattr(self, name), self.shard_of(name, tensor)
+                if is_dtensor(parameter):
+                    if self._is_of_several_dimensions(parameter):
+                        raise ArgumentError(f"{name}: {self._how_to_load(parameter)}")
+                    shard = self._as_dtensor(parameter, shard)
+                parameter.copy_(shard)
 
     @torch.no_grad()
     def gathered(self, name: str) -> torch.Tensor:
         """A parameter as the plain module has it: the shards of all ranks. Collective if it is sharded."""
-        parameter = local_of(getattr(self, name)).detach()
+        parameter = getattr(self, name).detach()
+        if is_dtensor(parameter):
+            if self._is_of_several_dimensions(parameter):
+                return parameter.full_tensor()
+            parameter = parameter.to_local() if self.dtensors_are_whole else parameter.full_tensor()
         dim = self.shard_dims.get(name)
         if dim is None or self.membership.size == 1:
             return parameter.clone()
@@ -163,36 +180,64 @@ class ParallelModule(nn.Module):
         assigned = bool(local_metadata.get("assign_to_params_buffers", False))
         for name, parameter in self._parameters.items():
             key = prefix + name
-            if parameter is None or not isinstance(given.get(key), torch.Tensor) or is_dtensor(given[key]):
-                continue  # missing, or sharded already, or nn.Module refuses it
-            if name not in self.shard_dims and not is_dtensor(parameter):
+            value = given.get(key)
+            if parameter is None or not isinstance(value, torch.Tensor):
+                continue  # missing, or nn.Module refuses it
+            if is_dtensor(value):
+                if self.dtensors_are_whole or not self._is_whole(name, value):
+                    continue  # sharded already
+                value = value.full_tensor()  # type: ignore[attr-defined]
+            elif name not in self.shard_dims and not is_dtensor(parameter):
                 continue
-            given[key] = self._shard_to_load(name, given[key], assigned, error_msgs, key)
+            given[key] = self._shard_to_load(name, value, assigned, error_msgs, key)
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _is_whole(self, name: str, value: torch.Tensor) -> bool:
+        """Is it the parameter of the plain module, and not this rank's shard?"""
+        return tuple(value.shape) == self.whole_shape(name) != self.shard_shape(name)
 
     def _shard_to_load(
         self, name: str, value: torch.Tensor, assigned: bool, error_msgs: list[str], key: str
     ) -> torch.Tensor:
         """What to load into a parameter: this rank's shard of the plain module's parameter, or a shard as it is."""
         parameter = getattr(self, name)
-        whole, local = self.whole_shape(name), tuple(local_of(parameter).shape)
+        whole, shard = self.whole_shape(name), self.shard_shape(name)
         if tuple(value.shape) == whole:
             value = self.shard_of(name, value)
             if assigned:
                 value = value.clone(memory_format=torch.contiguous_format)  # a view would keep all shards in memory
-        elif tuple(value.shape) != local:
+        elif tuple(value.shape) != shard:
             error_msgs.append(
                 f"size mismatch for {key}: the checkpoint has {tuple(value.shape)}; it must be {whole}, as in the "
-                f"plain module, or {local}, the shard of rank {self.membership.rank} of {self.membership.size}."
+                f"plain module, or {shard}, the shard of rank {self.membership.rank} of {self.membership.size}."
             )
             return parameter  # the error is reported once, with both shapes
-        if is_dtensor(parameter):
-            from torch.distributed.tensor import DTensor
+        if not is_dtensor(parameter):
+            return value
+        if self._is_of_several_dimensions(parameter):
+            error_msgs.append(f"{key}: {self._how_to_load(parameter)}")
+            return parameter
+        return self._as_dtensor(parameter, value)
 
-            value = DTensor.from_local(
-                value.to(local_of(parameter).device), parameter.device_mesh, parameter.placements, run_check=False
-            )
-        return value
+    def _is_of_several_dimensions(self, parameter: Any) -> bool:
+        """Has FSDP divided a DTensor that stands for the parameter of the plain module?"""
+        return self.dtensors_are_whole and parameter.device_mesh.ndim > 1
+
+    def _how_to_load(self, parameter: Any) -> str:
+        return (
+            f"it is divided among the ranks of a mesh of {parameter.device_mesh.ndim} dimensions: set it before "
+            f"fully_shard, or by torch.distributed.checkpoint.state_dict.set_model_state_dict"
+        )
+
+    def _as_dtensor(self, parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+        """This rank's shard, as the DTensor that the parameter is."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shard = shard.to(parameter.to_local().device)
+        if self.dtensors_are_whole:
+            return DTensor.from_local(shard, mesh, placements, run_check=False)
+        return distribute_tensor(shard, mesh, placements, src_data_rank=None)  # every rank has all of it
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class DTensorLinear(ParallelLinear):
     """A parallel layer that was an `nn.Linear` and has DTensors as parameters. Inputs are DTensors, or local tensors of
     the style's layout."""
 
+    dtensors_are_whole = True
     input_layout: Placement
     use_local_output: bool
 

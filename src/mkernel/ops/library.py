@@ -161,12 +161,30 @@ def refuse_gradients(op: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-def refuse_forward_mode(**tensors: Any) -> None:
-    """The dispatcher would drop the tangents of dual tensors."""
+def refuse_transforms(**tensors: Any) -> None:
+    """The dispatcher would drop the tangents of dual tensors, and PyTorch has no torch.func.grad of operators that are
+    registered with torch.library: it says so in terms of an autograd.Function that the caller does not have."""
     if forward_ad._current_level >= 0:
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
                 refuse_dual(name, tensor)
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor) and _is_tracked(tensor):
+                raise ArgumentError(
+                    f"{name} is differentiated by torch.func (grad, vjp, jacrev), which is not supported: "
+                    f"differentiate with backward() or torch.autograd.grad"
+                )
+
+
+def _is_tracked(tensor: torch.Tensor) -> bool:
+    """Does torch.func differentiate it, or what other transforms have wrapped?"""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor | None) -> None:
@@ -257,8 +275,8 @@ def out_as_rows(out: torch.Tensor | None, shape: Sequence[int], dim: int) -> tor
         return moved.view(rows_of(out), out.shape[-1])
     except RuntimeError:
         raise ArgumentError(
-            f"out, shape {tuple(out.shape)}, strides {out.stride()}, is no matrix of rows in memory: pass one that is "
-            f"contiguous with dimension {dim} first"
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}, which no matrix of rows has: pass a tensor "
+            f"that is contiguous with dimension {dim} first"
         ) from None
 
 

@@ -110,7 +110,7 @@ class Machines:
 
 
 def page_bytes(writers: int) -> int:
-    """Bytes of a page with the records of so many ranks on other machines."""
+    """Bytes of a page with the records of this many ranks on other machines."""
     return -(-Place.number(1 + writers).records[0].start // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -104,7 +104,7 @@ class Mailbox:
         box.wake_next()
 
     def wake_all(self) -> None:
-        """Let all threads that wait look again."""
+        """Let all threads that wait check again."""
         for box in self._boxes.values():
             while box.bells:
                 box.bells.pop().release()
@@ -262,7 +262,7 @@ class CudaThreads:
         self.launcher = CudaLauncher(self.devices, _shares(self.devices, nodes), self.network, self.exchange)
 
     def close(self, seconds: float) -> None:
-        """All ranks have ended: stop what they left running. Proxies get so many seconds to serve what is in their
+        """All ranks have ended: stop what they left running. Proxies get `seconds` seconds to serve what is in their
         rings, while there is memory to write to."""
         for rank in self.devices:
             with contextlib.suppress(RuntimeError):  # a device error, which was raised before

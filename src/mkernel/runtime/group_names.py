@@ -66,6 +66,14 @@ def find(name: str, current: Group | None) -> Group | None:
     return found[-1]
 
 
+def _constant_in_graphs(function: Any) -> Any:
+    """What torch.compiler.assume_constant_result does, without importing Dynamo: a graph takes the result as a
+    constant, with no guard on the groups of this process, of which the program may make more."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant_in_graphs
 def size_of(name: str) -> int:
     """How many ranks the group of this name has: one of ours, or a process group of torch.distributed."""
     for made in reversed(_groups.get(name, [])):
@@ -74,7 +82,7 @@ def size_of(name: str) -> int:
             return group.size
     if dist.is_available() and dist.is_initialized():
         try:
-            return dist.distributed_c10d._resolve_process_group(name).size()  # type: ignore[arg-type]
+            return dist.distributed_c10d._get_group_size_by_name(name)  # type: ignore[arg-type]
         except (RuntimeError, ValueError):
             pass
     raise MKernelError(f"there is no group named {name!r} in this process")

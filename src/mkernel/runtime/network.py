@@ -56,7 +56,7 @@ class Connection:
                 self.proxy.set_abort_flag(address, device)
 
     def close(self, seconds: float) -> None:
-        """Stop the proxy within so many seconds, and close the transport without waiting."""
+        """Stop the proxy within this many seconds, and close the transport without waiting."""
         self.proxy.stop(seconds)
         self.transport.close(0)
 

@@ -142,6 +142,11 @@ def chooser(config: Config | None) -> Callable[[str, int], int]:
     return choose
 
 
+def count_of_ctas(count: int) -> str:
+    """A number of CTAs, for the reasons of a plan."""
+    return f"{count} CTA" if count == 1 else f"{count} CTAs"
+
+
 def common_ctas(group: Group) -> int:
     """How many CTAs every rank of the group can have: the same number on all ranks."""
     return min(group.world.launcher.ctas(member) for member in group.members)

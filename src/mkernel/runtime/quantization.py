@@ -126,7 +126,7 @@ def empty_operands(
 
 
 def _largest_of_blocks(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """The largest absolute value of each block of so many rows and SIDE columns."""
+    """The largest absolute value of each block of `rows` rows and SIDE columns."""
     columns, height = x.shape[-1], x.shape[-2] if rows > 1 else 1
     if not x.numel():
         outer = x.shape[:-1] if rows == 1 else (*x.shape[:-2], blocks_of(height))

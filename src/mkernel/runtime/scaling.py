@@ -114,7 +114,7 @@ class Scaling:
 
 
 def check_operands(op: str, group: Group, a: torch.Tensor, b: torch.Tensor, recipe_a: str | None = None) -> None:
-    """Refuse matrices that are no fp8, or cannot be multiplied. recipe_a: that by which the kernel quantizes a."""
+    """Reject matrices that are not fp8 or cannot be multiplied. recipe_a: how the kernel quantizes a, if it does."""
     for name, tensor in (("a", a), ("b", b)):
         if name == "a" and recipe_a is not None:
             if a.dtype not in RESULTS:

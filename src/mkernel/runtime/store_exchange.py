@@ -5,7 +5,7 @@ Calls that they have made before, ranks compare in shared memory and by messages
 
 A rank that waits for others polls the store, or the shared memory. Now and then it checks whether the missing ranks are
 still there: the processes of one machine watch each other (`runtime/liveness.py`), the network proxy notices ranks on
-other machines, and whoever finds a group broken writes so into the store.
+other machines, and a rank that finds a group broken writes this into the store.
 """
 
 from __future__ import annotations

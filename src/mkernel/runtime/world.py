@@ -114,7 +114,7 @@ class Transfer:
 
 
 class Exchange(Protocol):
-    """How the hosts of the ranks find each other and hear of failures."""
+    """How the hosts of the ranks find each other and learn of failures."""
 
     def all_gather(
         self, rank: int, members: Sequence[int], key: Hashable, what: str, value: Any, timeout: float
@@ -212,7 +212,7 @@ class Launcher(Protocol):
 
     @property
     def repeater(self) -> Repeater | None:
-        """Repeats launches; None if every launch is made anew."""
+        """Repeats launches; None if every launch is prepared again."""
 
     def ctas(self, rank: int) -> int:
         """How many CTAs of one launch are resident at a time on the rank's share of its GPU."""

@@ -1,11 +1,12 @@
-"""`mkernel plan --calibrate`: what can be measured on this machine, and a file of it.
+"""`mkernel plan --calibrate`: measures what it can on this machine, and writes it to a file.
 
-Of the network: the path of a request between two ranks of this process, over RDMA where there are devices, else over
-TCP: how long it takes from a request in the ring until the peer sees its signal, what the proxy needs for each of many
-requests, and the rate of large transfers. Both ranks use the same machine, so switches and cables are left out.
+For the network, it measures the path of a request between two ranks of this process, over RDMA if there are devices,
+else over TCP: the time from a request in the ring until the peer sees its signal, the time that the proxy needs for
+each of many requests, and the rate of large transfers. Both ranks are on the same machine, so switches and cables are
+not included.
 
-Of the GPUs, where there are any: see calibrate_gpu.py. Everything else is taken from the machine that it is based on,
-and `sources` says so.
+For GPUs, see calibrate_gpu.py. Everything else is taken from the machine that the file is based on, and `sources` says
+so.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ LARGE, SMALL = 16 << 20, 0
 CAPACITY = 256
 ROUNDS, TRANSFERS, FLOODS = 200, 12, 8
 PATIENCE = 30.0
+MEASURED_WHOLE = {"network_share": 1.0, "rails": 1, "split_bytes": 0}  # the rate is that of requests, as they travel
 
 
 class _Rank:
@@ -51,7 +53,7 @@ class _Rank:
         self.proxy = Proxy(ring, self.transport, spin=SPIN_SECONDS["cpu"])
 
     def post(self, peer: int, size: int, signal: int, value: int, count: int = 1) -> None:
-        """Post requests; the turn numbers, which the proxy waits for, last. There must be room for them."""
+        """Post requests; the turn numbers, which the proxy waits for, last. The ring must have free slots for them."""
         tickets = np.arange(self.taken, self.taken + count)
         slots = tickets % CAPACITY
         for word, content in (
@@ -151,9 +153,9 @@ def calibrate(
         "name": path.stem,
         "about": f"{base.about} That is {based_on}: the GPU of the machine of this file was not measured.",
         "network_about": f"{over} within one process of the machine of this file, measured",
-        "network_share": 1.0,
+        **MEASURED_WHOLE,
         **{name: float(f"{value:.4g}") for name, value in found.items()},
-        "sources": {**dict.fromkeys(found, how), "network_share": "the rate was measured"},
+        "sources": {**dict.fromkeys(found, how), **dict.fromkeys(MEASURED_WHOLE, "the rate was measured")},
     }
     gpu = "no GPU"
     if torch.cuda.is_available():

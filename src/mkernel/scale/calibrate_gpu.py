@@ -80,7 +80,7 @@ def constant_of(machine: Machine, name: str) -> float:
 
 
 def seconds_of(operator: Operator, timed: Timed, machine: Machine, gpus: int) -> float:
-    """What the model says that a call takes on a node with so many GPUs."""
+    """The modelled time of a call on a node with this many GPUs."""
     given: dict[str, Any] = dict(options=timed.options, config=timed.config)
     if 1 < timed.ranks <= gpus:
         return predict(operator, timed.shape, machine=machine, gpus_per_node=timed.ranks, **given).seconds

@@ -26,6 +26,7 @@ from mkernel.scale.predict import Prediction, predict_late
 from mkernel.scale.search import best
 from mkernel.tuning.command import words_of
 
+MOST_NODES = 128  # of a timeline: of 1024 nodes, it would take gigabytes
 PART = 128  # rows and the like of a rank, of which there are whole numbers in default shapes
 
 
@@ -68,7 +69,7 @@ def parse_nodes(text: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise ArgumentError(f"{text!r} are no numbers of nodes: write 2:64 for powers of two, or a list such as 2,3,8")
+        raise ArgumentError(f"{text!r} must be numbers of nodes: 2:64 for powers of two, or a list such as 2,3,8")
     return numbers
 
 
@@ -143,8 +144,10 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
     else:
         _print(asked, found, console)
     if html is not None:
-        timelines = [with_timeline(asked, one) for one in (found[0], found[-1])[: len(found)]]
-        html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", found, timelines))
+        few = [one for one in found if one.nodes <= MOST_NODES] or found[:1]
+        timelines = [with_timeline(asked, one) for one in (few[0], few[-1])[: len(few)]]
+        about = f"{asked.machine.name}: {asked.machine.summary}"
+        html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", about, found, timelines))
     return found
 
 

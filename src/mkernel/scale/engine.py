@@ -1,7 +1,7 @@
 """The resources of one rank, on which an operator's model carries out a plan: lanes that work and wait, and links.
 
-The ranks of a cluster do the same, relative to themselves. So one rank is simulated, and what it sends at some time
-to the rank so many behind it is also what arrives from the rank so many before it. Time is in seconds.
+The ranks of a cluster do the same, relative to their own number. So one rank is simulated: what it sends at some time
+to the rank `n` after it, it also receives from the rank `n` before it. Time is in seconds.
 
 A *lane* is what goes through a list of steps on its own: a CTA, or a warp of a CTA with a role of its own. Steps are
 taken for many lanes at once, as arrays: the n-th step of every lane, then the next one of every lane. A link serves
@@ -24,13 +24,15 @@ EVERYTHING = slice(None)
 
 @dataclass
 class Span:
-    """What the lanes of a group spent some time with, for a timeline: arrays of lanes, begins and ends."""
+    """What the lanes of a group spent some time with, for a timeline: arrays of lanes, begins and ends. index: of the
+    tile, chunk or task that it is about; -1 for none."""
 
     lanes: str
     kind: str
     which: Array
     begin: Array
     end: Array
+    index: Array
 
 
 class Lanes:
@@ -48,17 +50,19 @@ class Lanes:
         """Wait until these times."""
         self._advance(np.maximum(self.clock[which], until), f"wait for {kind}", which)
 
-    def work(self, seconds: Array, kind: str, which: Array = EVERYTHING) -> None:
-        """Be busy for so long."""
+    def work(self, seconds: Array, kind: str, which: Array = EVERYTHING, index: Array = -1) -> None:
+        """Be busy for so long. index: see `Span`."""
         begin = self.clock[which].copy()
         end = begin + seconds
         self.busy.setdefault(kind, np.zeros(len(self.clock)))[which] += seconds
         self._worked.setdefault(kind, []).append((begin, end))
-        self._advance(end, kind, which)
+        self._advance(end, kind, which, index)
 
-    def run(self, ready: Array, seconds: float, counts: Array, kind: str, what: str) -> None:
+    def run(
+        self, ready: Array, seconds: float, counts: Array, kind: str, what: str, index: Array = -1
+    ) -> None:  # fmt: skip
         """Work through a list in order: step p of lane i takes `seconds`, and begins at ready[p, i] at the earliest;
-        lane i has counts[i] steps."""
+        lane i has counts[i] steps. index: of every step, see `Span`."""
         steps = len(ready)
         place = np.arange(steps)[:, None]
         valid = place < counts
@@ -71,8 +75,11 @@ class Lanes:
             before = np.vstack([self.clock, starts[:-1] + seconds])
             lanes = np.broadcast_to(np.arange(len(self.clock)), starts.shape)
             late = valid & (starts > before + 1e-9)
-            self._spans.append(Span(self.name, f"wait for {what}", lanes[late], before[late], starts[late]))
-            self._spans.append(Span(self.name, kind, lanes[valid], starts[valid], starts[valid] + seconds))
+            indices = np.broadcast_to(index, starts.shape)
+            for name, chosen, begins, ends in (
+                (f"wait for {what}", late, before, starts), (kind, valid, starts, starts + seconds)
+            ):  # fmt: skip
+                self._spans.append(Span(self.name, name, lanes[chosen], begins[chosen], ends[chosen], indices[chosen]))
         self.busy.setdefault(kind, np.zeros(len(self.clock)))[:] += busy
         self._add(kind, float(busy.sum()))
         self._add(f"wait for {what}", float((end - self.clock - busy).sum()))
@@ -89,13 +96,14 @@ class Lanes:
         covered = np.concatenate([[-np.inf], end[:-1]])
         return float(np.maximum(end - np.maximum(begin, covered), 0.0).sum())
 
-    def _advance(self, until: Array, kind: str, which: Array) -> None:
+    def _advance(self, until: Array, kind: str, which: Array, index: Array = -1) -> None:
         before = self.clock[which]
         self._add(kind, float(np.sum(until - before)))
         if self._spans is not None:
             lanes = np.arange(len(self.clock))[which]
-            moved = until > before
-            self._spans.append(Span(self.name, kind, lanes[moved], before[moved], until[moved]))
+            moved = (until > before) | (index != -1)
+            indices = np.broadcast_to(index, moved.shape)[moved]
+            self._spans.append(Span(self.name, kind, lanes[moved], before[moved], until[moved], indices))
         self.clock[which] = until
 
     def _add(self, kind: str, seconds: float) -> None:
@@ -164,23 +172,69 @@ class Whole:
         return self._link.carry(at, nbytes)
 
 
+class Card:
+    """The network cards of a GPU, its rails. A request takes one of them, in turn; or it is divided, and takes several.
+    PCIe, between the GPU and its cards, carries what they carry at the same time."""
+
+    def __init__(self, machine: Machine):
+        self.rate = machine.network * machine.network_share
+        self.rails = [Link(self.rate / machine.rails, machine.fence_seconds) for _ in range(machine.rails)]
+        self.pcie = Link(machine.pcie)
+        self._split = machine.split_bytes
+        self._next = 0  # rail
+
+    @property
+    def busy(self) -> float:
+        """For how many seconds the busiest rail is."""
+        return max(rail.busy for rail in self.rails)
+
+    @property
+    def moved(self) -> float:
+        return sum(rail.moved for rail in self.rails)
+
+    @property
+    def free(self) -> float:
+        """When everything has been sent."""
+        return max(rail.free for rail in self.rails)
+
+    def carry(self, at: Array, nbytes: Array) -> Array:
+        """When requests that are handed over at these times, in this order, are sent."""
+        done = self.pcie.carry(at, nbytes)
+        count = len(self.rails)
+        pieces = np.ones(len(at))
+        if self._split:
+            pieces = np.clip(np.ceil(nbytes / self._split), 1, count)
+        first = self._next + np.cumsum(pieces) - pieces
+        for i, rail in enumerate(self.rails):
+            taken = (i - first) % count < pieces
+            if taken.any():
+                done[taken] = np.maximum(done[taken], rail.carry(at[taken], (nbytes / pieces)[taken]))
+        self._next = int(self._next + pieces.sum()) % count
+        return done
+
+    def idle(self, seconds: float) -> None:
+        """Keep all rails from sending for so long, sometime."""
+        for rail in self.rails:
+            rail.free += seconds
+            rail.busy += seconds
+
+
 @dataclass
 class Network:
-    """A rank's way to other nodes: its proxy, its card, and the switches beyond its pod."""
+    """A rank's way to other nodes: its proxy, its cards, and the switches beyond its pod."""
 
     machine: Machine
     proxy: Link = field(init=False)
-    card: Link = field(init=False)
+    card: Card = field(init=False)
     beyond: Link = field(init=False)
     requests: int = 0
     _sent: Array = field(init=False)
 
     def __post_init__(self) -> None:
         m = self.machine
-        rate = m.network * m.network_share
         self.proxy = Link(float("inf"), m.request_seconds)
-        self.card = Link(rate, m.fence_seconds)
-        self.beyond = Link(rate / m.oversubscription)
+        self.card = Card(m)
+        self.beyond = Link(self.card.rate / m.oversubscription)
         self._sent = np.full(max(m.in_flight, 1), -np.inf)  # when the last requests were sent
 
     def send(self, at: Array, nbytes: Array, offset: Array) -> tuple[Array, Array]:
@@ -208,6 +262,15 @@ class Network:
         back[order] = np.arange(len(at))
         return accepted[back].reshape(shape), arrived[back].reshape(shape)
 
+    def signal(self, at: Array) -> Array:
+        """Requests that carry nothing but a signal, posted at these times. Returns when each is set. They are not held
+        up by data: that is for other signals, which requests may overtake."""
+        self.requests += np.size(at)
+        self.proxy.busy += np.size(at) * self.machine.request_seconds
+        self.card.idle(np.size(at) * self.machine.fence_seconds)
+        done = serve(np.asarray(at, dtype=float), self.machine.request_seconds, 0.0)
+        return done + self.machine.network_seconds
+
 
 class Engine:
     """One rank: its lanes, its part of NVLink, and its way to other nodes."""
@@ -217,7 +280,7 @@ class Engine:
         self.nodes, self.gpus_per_node, self.rank = nodes, gpus_per_node, rank
         self.ranks = nodes * gpus_per_node
         self.start = machine.launch_seconds
-        self.nvlink = Link(machine.nvlink)
+        self.nvlink = Link(machine.nvlink_of(gpus_per_node))
         self.network = Network(machine)
         self.spans: list[Span] | None = [] if timeline else None
         self.groups: list[Lanes] = []
@@ -233,6 +296,18 @@ class Engine:
         """NVLink, as `lanes` lanes use it that each have a fixed share of it where it is paced."""
         return Shares(self.nvlink, lanes, self.start) if self.machine.paced else Whole(self.nvlink)
 
+    def post(self, lanes: Lanes, lane: int, nbytes: float, offsets: Array) -> Array:
+        """Let a lane post a request to each of the nodes that are so many nodes on, one after the other. Returns when
+        they arrive: those of the ranks so many nodes before this one, too. Without bytes, they carry only a signal."""
+        which = slice(lane, lane + 1)
+        posted = lanes.clock[lane] + self.machine.post_seconds * (1 + np.arange(len(offsets)))
+        if nbytes:
+            accepted, arrived = self.network.send(posted, nbytes, offsets)
+        else:
+            accepted, arrived = posted, self.network.signal(posted)
+        lanes.wait(accepted.max(initial=lanes.clock[lane]), "the network", which)
+        return arrived
+
     @property
     def end(self) -> float:
         """When the last lane is done."""
@@ -240,6 +315,6 @@ class Engine:
 
 
 def in_slabs(count: int, lanes: int, most: int = 2**19) -> Sequence[Array]:
-    """The steps 0..count-1 as columns, so many at a time that they have no more than `most` elements for all lanes."""
+    """The steps 0..count-1 as columns, in slabs of at most `most` elements for all lanes."""
     size = max(most // max(lanes, 1), 1)
     return [np.arange(begin, min(begin + size, count))[:, None] for begin in range(0, count, size)]

@@ -18,7 +18,7 @@ LAYERS = "mkernel.nn.layers:LAYERS"
 
 @dataclass(frozen=True)
 class Sum:
-    """A layer's time on so many nodes, in seconds: of its calls one after the other."""
+    """A layer's time on `nodes` nodes, in seconds: that of its calls, one after the other."""
 
     layer: str
     way: str  # "forward" or "backward"
@@ -57,7 +57,7 @@ def parse(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def shape_on(shape: tuple[int, ...], nodes: int, first: int, weak: bool) -> tuple[int, ...]:
-    """The shape on so many nodes, of one given for `first` nodes: the first number, the tokens, is what grows."""
+    """The shape on `nodes` nodes, given that for `first` nodes: the first number, the tokens, grows."""
     return (shape[0] * nodes // first, *shape[1:]) if weak else shape
 
 

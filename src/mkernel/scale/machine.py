@@ -35,8 +35,11 @@ class Machine:
     copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
     place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
     routing_seconds: the steps of routing besides, one after the other.
-    nvlink: bytes sent to the node. nvlink_seconds: from a store until a peer that polls sees its signal.
+    nvlink: bytes sent to the node. nvlink_switches: what its switches carry for all GPUs of the node together;
+        0: as much as these send. nvlink_seconds: from a store until a peer that polls sees its signal.
     network: bytes sent to other nodes. network_share: which part of that transfers reach.
+    pcie: bytes from the GPU to its network cards. rails: how many of these it has, which share `network` evenly.
+        split_bytes: a request of more is divided, into pieces for as many rails; 0: each takes one rail, in turn.
     network_seconds: from the last byte to the signal. request_seconds: of the proxy for a request.
     fence_seconds: for which the network idles behind each signal; 0 if signals follow the data without a fence.
     post_seconds: of a CTA to post a request. in_flight: requests that are posted and not yet sent, at most.
@@ -76,8 +79,12 @@ class Machine:
     in_flight: int
     launch_seconds: float
     collective_seconds: float
+    pcie: float
     network_about: str = ""
     gpus_per_node: int = 8
+    nvlink_switches: float = 0.0
+    rails: int = 1
+    split_bytes: int = 0
     pod_nodes: int = 0  # 0: all nodes
     oversubscription: float = 1.0
     paced: bool = False
@@ -90,6 +97,15 @@ class Machine:
     def summary(self) -> str:
         """What it is, in words."""
         return f"{self.about} Network: {self.network_about}." if self.network_about else self.about
+
+    def nvlink_of(self, gpus: int) -> float:
+        """Bytes per second that a GPU sends to its node while all of `gpus` do."""
+        return min(self.nvlink, self.nvlink_switches / gpus) if self.nvlink_switches else self.nvlink
+
+    @property
+    def network_rate(self) -> float:
+        """Bytes per second that a GPU sends to other nodes."""
+        return min(self.network * self.network_share, self.pcie)
 
     def tile(self, rows: int, columns: int, depth: int) -> float:
         """Seconds of an SM for a tile of a GEMM."""
@@ -107,7 +123,7 @@ TILE_ELEMENTS = 128 * 256  # of 16 bits, of the tile that `pushed_seconds` and `
 MEASURED = "h200-cx7"  # the machine with the GPU that our figures come from
 RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
-MAY_BE_ZERO = ("pod_nodes",)  # and times
+MAY_BE_ZERO = ("pod_nodes", "nvlink_switches", "split_bytes")  # and times
 
 
 def _text(name: str) -> str:
@@ -218,6 +234,9 @@ def shared(machine: Machine, ranks: int, nodes: int) -> Machine:
         nvlink=machine.nvlink / ranks,
         network=machine.network / ranks,
         network_share=1.0,
+        pcie=machine.pcie / ranks,
+        nvlink_switches=0.0,
+        rails=1,
         network_seconds=5e-6,
         request_seconds=3.5e-6,  # measured: docs/experiments.md, two nodes: cost per request
         fence_seconds=0.0,
@@ -234,8 +253,8 @@ def _factor(table: dict[str, float], ranks: int) -> float:
 def with_network(machine: Machine, name: str) -> Machine:
     """The machine with another network: what the machine of that name has."""
     other = load(name)
-    parts = ("network", "network_share", "network_seconds", "request_seconds", "fence_seconds", "in_flight",
-             "pod_nodes", "oversubscription")  # fmt: skip
+    parts = ("network", "network_share", "network_seconds", "request_seconds", "fence_seconds", "in_flight", "rails",
+             "split_bytes", "pod_nodes", "oversubscription")  # fmt: skip
     sources = machine.sources | {part: other.sources[part] for part in parts if part in other.sources}
     taken = {part: getattr(other, part) for part in (*parts, "network_about")}
     return replace(machine, name=f"{machine.name} with the network of {name}", sources=sources, **taken)

@@ -24,7 +24,16 @@ DTYPES = (torch.bfloat16, torch.float16)  # that the rates of machines are for: 
 # what lanes do, by the resource that it loads
 LANES = {
     "compute": ("multiply", "attend"),
-    "copying {}": ("copy", "stage", "place rows", "sum rows", "push", "gather"),
+    "copying {}": (
+        "copy",
+        "stage",
+        "place own rows",
+        "place rows of the node",
+        "place rows of other nodes",
+        "sum rows",
+        "push",
+        "gather",
+    ),
     "counting {}": ("count rows",),
 }
 LATE = 0.5  # what is busy for so much of the time may bound a call
@@ -100,6 +109,8 @@ def loads_of(engine: Engine, work: Work, machine: Machine) -> dict[str, float]:
         "compute": library_seconds(work, machine),
         "NVLink": engine.nvlink.busy,
         "network": engine.network.card.busy,
+        "PCIe": engine.network.card.pcie.busy,
+        "memory": moved_in_memory(engine, work) / machine.memory,
         "requests": engine.network.proxy.busy,
         "switches": engine.network.beyond.busy,
     }
@@ -109,6 +120,12 @@ def loads_of(engine: Engine, work: Work, machine: Machine) -> dict[str, float]:
                 resource = name.format(group.name)
                 loads[resource] = max(loads.get(resource, 0.0), float(np.max(sum(own))))
     return loads
+
+
+def moved_in_memory(engine: Engine, work: Work) -> float:
+    """Bytes that at least move through the GPU's memory: operands and the result, what peers write there (as much as
+    this rank writes to theirs), and what the network reads and writes."""
+    return work.memory + engine.nvlink.moved + 2 * engine.network.card.moved
 
 
 def bound_of(loads: Mapping[str, float], engine: Engine) -> str:
@@ -136,14 +153,14 @@ def floor_of(work: Work, machine: Machine) -> float:
     return max(library_seconds(work, machine), work.nvlink / machine.nvlink, work.network / machine.network)
 
 
-def host_driven(work: Work, machine: Machine, ranks: int) -> float:
+def host_driven(work: Work, machine: Machine, nodes: int, gpus: int) -> float:
     """Collectives, and then or before the library: both links at the same time, at the same rates, and a step of a
     collective for every doubling of the ranks. What comes is put into place as it does if links are paced, as the
     benchmarks do it, and else afterwards. All counts are known in advance."""
     network = work.network if work.host_network is None else work.host_network
-    links = max(work.nvlink / machine.nvlink, network / (machine.network * machine.network_share))
+    links = max(work.nvlink / machine.nvlink_of(gpus), network / machine.network_rate)
     placed = work.placed / machine.memory
-    steps = work.collectives * math.ceil(math.log2(max(ranks, 1))) * machine.collective_seconds
+    steps = work.collectives * math.ceil(math.log2(nodes * gpus)) * machine.collective_seconds
     came = max(links, placed) if machine.paced else links + placed + steps
     latency = work.collectives * machine.network_seconds if network else 0.0
     read = machine.grouped_memory if work.library in ("grouped", "gated") else machine.memory
@@ -181,9 +198,10 @@ def predict(
     engine = Engine(machine, nodes, gpus_per_node, rank=rank, timeline=timeline)
     model.run(engine, plan, problem)
     work = model.work(problem, nodes, gpus_per_node)
-    # tiles of great depth would be faster than any that was measured
-    seconds = max(engine.end, work.flops / machine.library_flops[work.library] / machine.beyond_library)
     loads = loads_of(engine, work, machine)
+    # tiles of great depth would be faster than any that was measured
+    fastest = work.flops / machine.library_flops[work.library] / machine.beyond_library
+    seconds = max(engine.end, fastest, engine.start + loads["memory"])
     total = sum(sum(group.spent.values()) for group in engine.groups) or 1.0
     spent: dict[str, float] = {}
     for lanes in engine.groups:
@@ -191,8 +209,8 @@ def predict(
             spent[kind] = spent.get(kind, 0.0) + value / total
     return Prediction(
         op=operator.name, shape=tuple(shape), nodes=nodes, gpus_per_node=gpus_per_node, rank=rank, machine=machine.name,
-        seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, engine.ranks), loads=loads,
-        bound=bound_of(loads, engine), spent=spent, requests=engine.network.requests,
+        seconds=seconds, floor=floor_of(work, machine), host=host_driven(work, machine, nodes, gpus_per_node),
+        loads=loads, bound=bound_of(loads, engine), spent=spent, requests=engine.network.requests,
         plan=str(plan), engine=engine, dtype=dtype, options=given, config=config,
     )  # fmt: skip
 
@@ -216,7 +234,7 @@ def emulated(
     options: Mapping[str, Any] | None = None, config: Config | None = None, rank: int | None = None,
     timeline: bool = False,
 ) -> Prediction:  # fmt: skip
-    """What `mkernel bench` would measure with so many ranks per node that share one such GPU."""
+    """What `mkernel bench` would measure if this many ranks per node shared one such GPU."""
     part = shared(machine, nodes * ranks, nodes)
     found = predict(
         op, shape, machine=part, nodes=nodes, gpus_per_node=ranks, options=options, config=config, rank=rank,

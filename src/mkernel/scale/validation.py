@@ -128,7 +128,7 @@ def published_points() -> list[Published]:
     for name, operator in registered("model").items():
         uses, predicted = peer.calibration.get(name, {}), {}
         for row in published.rows(name):
-            engine = Engine(peer.machine, published.NODES, published.GPUS)
+            engine = Engine(peer.machine, published.NODES, published.GPUS_PER_NODE)
             operator.load("model").peer(engine, peer, row["size"])
             seconds = engine.end + (0.0 if name in peer.back_to_back else peer.start_seconds)
             predicted[row["size"]] = seconds * 1e3
@@ -145,7 +145,7 @@ def published_points() -> list[Published]:
 def flops_of(operator: Operator, shape: Shape) -> float:
     """Of a rank, in a published call: without a mask, top 8 of 256 experts."""
     problem = Problem(shape, 2, {"causal": False, "experts": 256 // published.RANKS, "topk": 8})
-    return operator.load("model").work(problem, published.NODES, published.GPUS).flops
+    return operator.load("model").work(problem, published.NODES, published.GPUS_PER_NODE).flops
 
 
 def median(values: Sequence[float]) -> float:

@@ -35,7 +35,7 @@ OLDEST_FIRST, NEWEST_FIRST, ONE_CTA = "oldest-first", "newest-first", "one-cta"
 SLOW, LATE, AHEAD, STALL, RANDOM = "slow", "late", "ahead", "stall", "random"
 FIXED = (IN_ORDER, REVERSED, ALTERNATING, OLDEST_FIRST, NEWEST_FIRST, ONE_CTA)
 OF_A_RANK = (SLOW, LATE, AHEAD)
-POINT = r"\d+\.(?:host|net|cta\d+)@\d+"
+POINT = r"\d+\.(?:host|net|cta\d+(?:w\d+)?)@\d+"
 
 UNBROKEN = 1_000  # points that a task may pass in a row before another one runs, in case it spins without waiting
 STARVED = 10_000  # points after which a task that was passed over runs, in case the others spin

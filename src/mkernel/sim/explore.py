@@ -194,7 +194,7 @@ class Report:
                 f"were stalled at {len(self.stalled)}"
             )
         for point in sorted(self.unreached, key=str) if len(self.ran) <= 1 else ():
-            yield f"no task came to {point}: another program, or another version of it?"
+            yield f"no task reached {point}: is this another program, or another version of it?"
         if self.orders is None or self.waits is None:
             yield "conflicting accesses and waits: not recorded, since the race detector is off"
             return
@@ -204,9 +204,9 @@ class Report:
             yield "  one order only (the protocol orders them, or the other order was not explored):"
             yield from _some([f"{first}, then {second} ({self.orders[first, second]} times)" for first, second in one])
         waited, never = self.waited, self.never_waited
-        yield f"waits: {len(waited)} lines had to wait, {len(never)} never had to"
+        yield f"waits: at {len(waited)} lines a CTA had to wait, at {len(never)} never"
         if never:
-            yield "  never had to (the signal was always there: needless, or the late signal was not explored):"
+            yield "  never (the signal was always set already: the wait is needless, or no schedule made it late):"
             yield from _some([f"{line} ({self.waits[line][0]} times)" for line in never])
 
 

@@ -219,10 +219,12 @@ def async_store(tensor_desc: Any, coord: Any, src: SharedBlock) -> None:
     tensor_desc.store(coord, value)
 
 
-def store_wait(pendings: int) -> None:
+def store_wait(pendings: int, read_only: bool = True) -> None:
     order = _order(_warps())
     if order is not None:
         order.complete(order.store_groups, order.stores, pendings)
+        if not read_only and not pendings:
+            order.complete_descriptors()
 
 
 # -- tensor cores
@@ -378,7 +380,8 @@ def _implementations() -> dict[Any, Any]:
     own: dict[Any, dict[str, Any]] = {
         gl: dict(arange=arange, full=full, zeros=zeros, convert_layout=convert_layout, num_warps=num_warps,
                  allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize,
-                 inline_asm_elementwise=inline_asm_elementwise, thread_barrier=language.debug_barrier),
+                 inline_asm_elementwise=inline_asm_elementwise, thread_barrier=language.debug_barrier,
+                 barrier=language.debug_barrier),
         hopper: dict(fence_async_shared=fence_async_shared, warpgroup_mma=warpgroup_mma,
                      warpgroup_mma_init=warpgroup_mma_init, warpgroup_mma_wait=warpgroup_mma_wait),
         mbarrier: dict(init=init_barrier, invalidate=invalidate_barrier, expect=expect, arrive=arrive,
@@ -387,8 +390,8 @@ def _implementations() -> dict[Any, Any]:
     }  # fmt: skip
     found: dict[Any, Any] = {gluon_compat.async_load: async_load, gluon_compat.async_store: async_store}
     found[gluon_compat.reinterpret] = SharedBlock.reinterpret
-    for module, functions in own.items():
-        found.update((getattr(module, name), function) for name, function in functions.items())
+    for module, functions in own.items():  # each version of Triton has some of these names
+        found.update((getattr(module, name), each) for name, each in functions.items() if hasattr(module, name))
     for module in own:
         for name, value in vars(module).items():
             if tl.core.is_builtin(value) and value not in found:

@@ -28,13 +28,13 @@ def deferred() -> Iterator[Callable[[], None]]:
         nonlocal came
         came = True
 
-    def look() -> None:
+    def check() -> None:
         if came:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield look
+        yield check
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if came:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 FIRST_SECONDS = 5.0  # before a line appears
 NEXT_SECONDS = 0.5  # until it changes
-STEPS = 256  # between two looks at the time
+STEPS = 256  # between two reads of the clock
 
 
 class Line:

@@ -350,7 +350,7 @@ class Races:
             self._after_stores(actor, access, event, "stores to")
         self._after_loads(actor, access, event, "stores to")
         if shadow.atomic_low < access.high and access.low < shadow.atomic_high:
-            for kind in (shadow.changes, shadow.looks):
+            for kind in (shadow.changes, shadow.polls):
                 self._after_atomics(actor, access, event, "stores to", kind)
         shadow.wrote(access.units(), event, actor.thread.number)
 
@@ -360,12 +360,12 @@ class Races:
         """An atomic operation that changes a word, or only reads it. in_order: it must come after all changes."""
         shadow, thread = access.shadow, actor.thread
         if not changes:
-            looks = shadow.looks.get((access.low, access.high))
-            if looks is not None and looks.get(thread.number, 0) > thread.released_up_to:
+            polls = shadow.polls.get((access.low, access.high))
+            if polls is not None and polls.get(thread.number, 0) > thread.released_up_to:
                 return  # a poll: indistinguishable from the one before
         event = self._event(thread, self.sites.here() if site is None else site)
         self._lengthen(actor)
-        what = "changes (atomically)" if changes else "looks at (atomically)"
+        what = "changes (atomically)" if changes else "polls at (atomically)"
         if shadow.writers:
             self._after_stores(actor, access, event, what)
         if changes:
@@ -375,7 +375,7 @@ class Races:
         if changes:
             changed = self._changed.setdefault(actor.thread.speaker.number, deque(maxlen=RELEASES))
             changed.append((event, access.low))
-        kind = shadow.changes if changes else shadow.looks
+        kind = shadow.changes if changes else shadow.polls
         kind.setdefault((access.low, access.high), {})[actor.thread.number] = event
         shadow.atomic_low = min(shadow.atomic_low, access.low)
         shadow.atomic_high = max(shadow.atomic_high, access.high)
@@ -446,7 +446,7 @@ class Races:
         self, actor: Actor, access: Access, event: int, what: str, kind: dict[tuple[int, int], dict[int, int]]
     ) -> None:
         """The event, which is not atomic, must come after all atomic operations on what it accesses."""
-        how = "looked at (atomically)" if kind is access.shadow.looks else "changed (atomically)"
+        how = "looked at (atomically)" if kind is access.shadow.polls else "changed (atomically)"
         for (word, end), threads in kind.items():
             if word < access.high and access.low < end and access.meets(word, end):
                 for thread, last in threads.items():

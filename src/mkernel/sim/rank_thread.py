@@ -157,7 +157,7 @@ class RankThread:
 
 
 def _wake(lock: threading.Lock) -> None:
-    """Let whoever waits for the lock continue."""
+    """Let the thread that waits for the lock continue."""
     with contextlib.suppress(RuntimeError):  # it is not locked: nobody waits, or somebody has been woken before
         lock.release()
 

@@ -123,7 +123,7 @@ class Shadow:
         self.loads = Loads()
         # word and its end -> thread -> its last atomic operation there: those that change it, and those that only read
         self.changes: dict[tuple[int, int], dict[int, int]] = {}
-        self.looks: dict[tuple[int, int], dict[int, int]] = {}
+        self.polls: dict[tuple[int, int], dict[int, int]] = {}
         self.atomic_low, self.atomic_high = end, start
         self._shift = 3  # a unit has 1 << shift bytes
         self._writes: np.ndarray | None = None  # by unit

@@ -8,7 +8,7 @@ beside them, take a short path; everything else goes through `operands`, which h
 - bf16 is held as fp32 that was rounded to nearest even. Loads, stores and bitcasts convert.
 - fp8 is held as bits. Casts and tl.dot know which numbers they stand for; there is no arithmetic.
 - Integers wrap, `//` truncates and `%` has the sign of the dividend, as on a GPU.
-- numpy must not warn of overflow or NaN while a kernel runs: whoever runs one sets its error state (interpreter.py).
+- numpy must not warn of overflow or NaN while a kernel runs: interpreter.py sets its error state.
 """
 
 from __future__ import annotations

@@ -519,35 +519,35 @@ int ibv_destroy_cq(ibv_cq* queue) {
   for (auto& [number, pair] : state().pairs) MUST(pair->sends != queue && pair->receives != queue);
   return give_back(static_cast<Completions*>(queue));
 }
-ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* wish) {
+ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* wanted) {
   Lock lock(state().mutex);
-  MUST(wish->qp_type == IBV_QPT_RC);
-  Pair* pair = make_pair(domain, wish->send_cq, wish->recv_cq, wish->cap, false);
-  pair->all_signalled = wish->sq_sig_all != 0;
+  MUST(wanted->qp_type == IBV_QPT_RC);
+  Pair* pair = make_pair(domain, wanted->send_cq, wanted->recv_cq, wanted->cap, false);
+  pair->all_signalled = wanted->sq_sig_all != 0;
   return &pair->extended.qp_base;
 }
 ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* queue) { return &pair_of(queue)->extended; }
-int ibv_modify_qp(ibv_qp* queue, ibv_qp_attr* wish, int mask) {
+int ibv_modify_qp(ibv_qp* queue, ibv_qp_attr* wanted, int mask) {
   Lock lock(state().mutex);
   Pair& pair = *pair_of(queue);
   MUST(mask & IBV_QP_STATE);
-  if (wish->qp_state == IBV_QPS_INIT) {
+  if (wanted->qp_state == IBV_QPS_INIT) {
     MUST(queue->state == IBV_QPS_RESET && (mask & IBV_QP_PORT));
-    if (mask & IBV_QP_QKEY) pair.key = wish->qkey;
+    if (mask & IBV_QP_QKEY) pair.key = wanted->qkey;
   }
-  if (wish->qp_state == IBV_QPS_RTR) {
+  if (wanted->qp_state == IBV_QPS_RTR) {
     MUST(queue->state == IBV_QPS_INIT);
     if (!pair.srd) {
-      MUST((mask & IBV_QP_AV) && (mask & IBV_QP_DEST_QPN) && wish->path_mtu == IBV_MTU_1024);
-      MUST(wish->ah_attr.is_global == (pair.owner->link_layer == IBV_LINK_LAYER_ETHERNET));
-      pair.peer = wish->dest_qp_num;
+      MUST((mask & IBV_QP_AV) && (mask & IBV_QP_DEST_QPN) && wanted->path_mtu == IBV_MTU_1024);
+      MUST(wanted->ah_attr.is_global == (pair.owner->link_layer == IBV_LINK_LAYER_ETHERNET));
+      pair.peer = wanted->dest_qp_num;
     }
   }
-  if (wish->qp_state == IBV_QPS_RTS) {
+  if (wanted->qp_state == IBV_QPS_RTS) {
     MUST(queue->state == IBV_QPS_RTR && (mask & IBV_QP_SQ_PSN));
-    MUST(pair.srd || (wish->retry_cnt > 0 && wish->retry_cnt < 7 && wish->timeout > 0));
+    MUST(pair.srd || (wanted->retry_cnt > 0 && wanted->retry_cnt < 7 && wanted->timeout > 0));
   }
-  queue->state = wish->qp_state;
+  queue->state = wanted->qp_state;
   return 0;
 }
 int ibv_destroy_qp(ibv_qp* queue) {
@@ -586,12 +586,12 @@ int efadv_query_device(ibv_context* context, efadv_device_attr* out, uint32_t) {
   out->max_rdma_size = 1 << 18;
   return 0;
 }
-ibv_qp* efadv_create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* wish, efadv_qp_init_attr* kind, uint32_t) {
+ibv_qp* efadv_create_qp_ex(ibv_context*, ibv_qp_init_attr_ex* wanted, efadv_qp_init_attr* kind, uint32_t) {
   Lock lock(state().mutex);
-  MUST(wish->qp_type == IBV_QPT_DRIVER && kind->driver_qp_type == EFADV_QP_DRIVER_TYPE_SRD);
-  MUST(wish->comp_mask == (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS));
-  Pair* pair = make_pair(wish->pd, wish->send_cq, wish->recv_cq, wish->cap, true);
-  pair->all_signalled = wish->sq_sig_all != 0;
+  MUST(wanted->qp_type == IBV_QPT_DRIVER && kind->driver_qp_type == EFADV_QP_DRIVER_TYPE_SRD);
+  MUST(wanted->comp_mask == (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS));
+  Pair* pair = make_pair(wanted->pd, wanted->send_cq, wanted->recv_cq, wanted->cap, true);
+  pair->all_signalled = wanted->sq_sig_all != 0;
   ibv_qp_ex& extended = pair->extended;
   extended.wr_start = wr_start;
   extended.wr_send = wr_send;

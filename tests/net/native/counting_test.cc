@@ -80,7 +80,7 @@ void shuffled(uint64_t seed, int senders, int ways, size_t lag, uint64_t message
         sender.unacknowledged.erase(it);
       }
     }
-    // the receiver looks now and then, at all ways in turn
+    // the receiver polls now and then, all rails in turn
     bool stuck = arrived[way].size() >= lag;
     if (stuck || random() % 4 == 0 || begun == messages)
       for (size_t each = 0; each < arrived.size(); ++each)

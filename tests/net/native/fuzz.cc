@@ -101,7 +101,7 @@ std::string answer(const std::vector<Fragment>& fragments) {
   } catch (const Error& error) {
     return error.what();
   }
-  return words(inbox.unfinished(), " unfinished, signal ", look(reinterpret_cast<int64_t*>(memory.data())));
+  return words(inbox.unfinished(), " unfinished, signal ", poll_word(reinterpret_cast<int64_t*>(memory.data())));
 }
 
 }  // namespace

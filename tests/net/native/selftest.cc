@@ -106,7 +106,7 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
         for (uint64_t i = 0; i < static_cast<uint64_t>(blocks); ++i) {
           uint64_t block = which * static_cast<uint64_t>(blocks) + i;
           auto* signal = reinterpret_cast<int64_t*>(bytes + block * 8);
-          CHECK(eventually([&] { return look(signal) == static_cast<int64_t>(block) + 1; }));
+          CHECK(eventually([&] { return poll_word(signal) == static_cast<int64_t>(block) + 1; }));
           const uint8_t* came = bytes + signals + half + block * largest;
           for (uint64_t k = 0; k < size_of(block); ++k) CHECK(came[k] == fill_of(1 - rank, block));
           if (size_of(block) < largest) CHECK(came[size_of(block)] == 0);
@@ -269,14 +269,14 @@ void abort_flags() {
   request.signal = 32;
   request.value = 5;
   producer.post(request);
-  CHECK(eventually([&] { return look(&memory[4]) == 5; }));
-  CHECK(look(&flags[0]) == 0);
+  CHECK(eventually([&] { return poll_word(&memory[4]) == 5; }));
+  CHECK(poll_word(&flags[0]) == 0);
   request.bytes = 666;  // see fake_cuda
   producer.post(request);
-  CHECK(eventually([&] { return look(&flags[0]) == 1; }));
+  CHECK(eventually([&] { return poll_word(&flags[0]) == 1; }));
   CHECK(proxy.error().find("network proxy of rank 0: CUDA, copy and set signals: CUDA_ERROR_ILLEGAL_ADDRESS") == 0);
   proxy.set_abort_flag(&flags[1], -1);  // too late to be early
-  CHECK(look(&flags[1]) == 1);
+  CHECK(poll_word(&flags[1]) == 1);
   bool refused = false;
   try {
     rank->segments->attach(1, memory.data(), 8, 7);
@@ -340,7 +340,7 @@ Calls burst(LoopbackOptions options, int target_device = 0) {
   auto start = std::chrono::steady_clock::now();
   Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
   for (uint64_t block = 0; block < kBlocks; ++block) {
-    CHECK(eventually([&] { return look(&memory[1][block]) == 5; }));
+    CHECK(eventually([&] { return poll_word(&memory[1][block]) == 5; }));
     for (uint64_t i = 0; i < kBytes / 8; ++i)
       CHECK(memory[1][(kData + block * kBytes) / 8 + i] == static_cast<int64_t>(block) + 1);
   }
@@ -418,7 +418,7 @@ void one_word_for_many() {
     Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
     CHECK(eventually([&] {
       for (int word = 0; word < 3; ++word) {
-        int64_t now = look(&sending.memory[1][word]);
+        int64_t now = poll_word(&sending.memory[1][word]);
         CHECK(now >= seen[word]);
         seen[word] = now;
       }
@@ -448,7 +448,7 @@ void detached_in_flight() {
       producer.post(request);
     }
     Proxy proxy(producer.words.data(), producer.words.size(), sending.ranks[0], ProxyOptions{});
-    CHECK(eventually([&] { return look(&sending.memory[1][0]) > round; }));
+    CHECK(eventually([&] { return poll_word(&sending.memory[1][0]) > round; }));
     sending.ranks[1]->detach(0);
     std::fill(sending.memory[1].begin(), sending.memory[1].end(), 77);
     CHECK(eventually([&] { return !proxy.error().empty(); }));

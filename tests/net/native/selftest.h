@@ -36,7 +36,7 @@ bool eventually(Condition condition, milliseconds patience = kHang) {
   return true;
 }
 
-inline int64_t look(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+inline int64_t poll_word(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 // A ring and its producers' side, as lang/requests.py does it.
 struct Producer {
@@ -49,7 +49,7 @@ struct Producer {
     int64_t* ring = words.data();
     int64_t capacity = ring[kCapacity];
     int64_t ticket = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-    CHECK(eventually([&] { return look(ring + kConsumed) > ticket - capacity; }));
+    CHECK(eventually([&] { return poll_word(ring + kConsumed) > ticket - capacity; }));
     int64_t* slot = ring + kHeaderWords + ticket % capacity * kRequestWords;
     slot[kPeerAndSegments] = static_cast<int64_t>(request.peer | uint64_t{request.segment} << kSegmentShift |
                                                   uint64_t{request.source_segment} << kSourceSegmentShift);

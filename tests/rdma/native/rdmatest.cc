@@ -81,9 +81,9 @@ struct Job {
   bool wait(int rank, uint64_t number, int64_t value, milliseconds patience = kHang) {
     int64_t* word = signal(rank, number);
     auto deadline = Clock::now() + patience;
-    while (look(word) < value) {
+    while (poll_word(word) < value) {
       if (Clock::now() > deadline) return false;
-      if (!proxies[1 - rank]->error().empty()) return look(word) >= value;
+      if (!proxies[1 - rank]->error().empty()) return poll_word(word) >= value;
       std::this_thread::sleep_for(milliseconds(1));
     }
     return true;
@@ -146,7 +146,7 @@ void sizes() {
       std::memset(target, 0, size + 64);
       job.put(from, 11, 13, size, 5, ++epoch);
       CHECK(job.wait(1 - from, 5, epoch));
-      CHECK(look(job.signal(1 - from, 5)) == epoch);
+      CHECK(poll_word(job.signal(1 - from, 5)) == epoch);
       CHECK(std::memcmp(source + 11, target + 13, size) == 0);
       for (uint64_t i = 0; i < 13; ++i) CHECK(target[i] == 0);
       for (uint64_t i = 13 + size; i < size + 64; ++i) CHECK(target[i] == 0);
@@ -172,7 +172,7 @@ void many(Job& job, int64_t count, uint64_t largest) {
     for (uint64_t slot = 0; slot < kSlots; ++slot) job.put(0, slot * largest, slot * largest, size[slot], slot, round + 1);
     for (uint64_t slot = 0; slot < kSlots; ++slot) {
       if (!job.wait(1, slot, round + 1)) job.check_errors();
-      CHECK(look(job.signal(1, slot)) == round + 1);
+      CHECK(poll_word(job.signal(1, slot)) == round + 1);
       CHECK(std::memcmp(job.data(0) + slot * largest, job.data(1) + slot * largest, size[slot]) == 0);
       for (uint64_t i = size[slot]; i < largest; ++i) CHECK(job.data(1)[slot * largest + i] == 0);
     }
@@ -209,7 +209,7 @@ void growth() {
     job.share(1, number, more.back());
     job.data(0)[0] = static_cast<uint8_t>(number);
     job.put(0, 0, number, 1, 0, 1, number);
-    CHECK(eventually([&] { return look(more.back().data()) == 1; }));
+    CHECK(eventually([&] { return poll_word(more.back().data()) == 1; }));
     CHECK(reinterpret_cast<uint8_t*>(more.back().data() + kSignals)[number] == number);
     if (number % 2 == 0) job.transports[1]->detach(number);
   }
@@ -240,7 +240,7 @@ void cut() {
     }
     for (uint64_t slot = 0; slot < 16; ++slot) {
       if (!job.wait(1, slot, round)) job.check_errors();
-      CHECK(look(job.signal(1, slot)) == round);
+      CHECK(poll_word(job.signal(1, slot)) == round);
       CHECK(std::memcmp(job.data(0) + slot * 65536, job.data(1) + slot * 65536, 65536) == 0);
     }
     longest = std::max(longest, seconds_since(before));
@@ -262,7 +262,7 @@ void silence() {
   std::printf("after %.1f s: %s\n", seconds_since(start), job.proxies[0]->error().c_str());
   CHECK(contains(job.proxies[0]->error(), "network proxy of rank 0: rank 1, by rxe0, queue pair "));
   CHECK(contains(job.proxies[0]->error(), "transport retry counter exceeded (status 12"));
-  CHECK(!eventually([&] { return look(job.signal(1, 1)) >= 1; }, milliseconds(1000)));
+  CHECK(!eventually([&] { return poll_word(job.signal(1, 1)) >= 1; }, milliseconds(1000)));
   CHECK(job.proxies[1]->error().empty());
   netem("");
 }

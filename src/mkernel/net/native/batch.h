@@ -1,12 +1,12 @@
-// A batch of copies on one device, and the signals that tell of them, as one launch of a kernel.
+// A batch of copies on one device, and the signals that announce them, as one launch of a kernel.
 //
-// A call of the driver takes some 4 us and the proxies of a process make theirs one after the other, so a copy and
-// a signal must not have one each. The kernel is PTX, which the driver compiles for the device that is there; no
-// compiler of CUDA is needed.
+// A driver call takes some 4 us, and the proxies of a process make their calls one after the other. So copies and
+// signals must share a call. The kernel is PTX, which the driver compiles for the installed device; no CUDA compiler
+// is needed.
 //
-// The copies are cut into chunks, which the CTAs take in turns. Each CTA counts itself out when its chunks are
-// copied; the last one writes the signals, and then the number that tells the host that all is done. So the data is
-// there before its signal. No CTA waits for another: they need not all be on the device at the same time.
+// The CTAs share the chunks of the copies round-robin. Each CTA counts itself when its chunks are copied. The last one
+// writes the signals, and then the number that tells the host that the batch is complete. So the data is written
+// before its signal. No CTA waits for another, so they need not all be resident.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ constexpr uint64_t kChunk = 16384;  // four vectors of 16 bytes for each thread
 constexpr unsigned kMostCtas = 32;  // fill four SMs, which is what operators leave free
 constexpr size_t kMostEntries = 64;
 
-// A copy, or a signal: then `source` is the value, and `bytes` means nothing.
+// A copy or a signal. For a signal, `source` is the value, and `bytes` is unused.
 struct Entry {
   uint64_t target, source, bytes;
 };
@@ -57,7 +57,7 @@ constexpr const char* kPtx = R"ptx(
   mov.b64 entry, batch;
   add.u64 entry, entry, 32;
   ld.param.u32 copies, [batch+24];
-  // where this CTA's next chunk begins in the copy at hand
+  // where this CTA's next chunk begins in the current copy
   mul.wide.u32 begin, cta, 16384;
   mul.wide.u32 stride, ctas, 16384;
 
@@ -141,7 +141,7 @@ END_OF_COPY:
   bra NEXT_COPY;
 
 COPIED:
-  // all threads' bytes, then one count with a release; it begins at zero again after the last CTA
+  // all threads' bytes, then one count with a release; the last CTA resets it to zero
   bar.sync 0;
   setp.ne.u32 out, thread, 0;
   @out bra COUNTED;

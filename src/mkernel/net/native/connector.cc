@@ -157,7 +157,7 @@ void Connector::accept_some() {
     Fd socket(::accept4(listener_.get(), reinterpret_cast<sockaddr*>(&from.storage), &from.size,
                         SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
-      // Out of descriptors or memory: the queue stays readable, so look away for a while.
+      // Out of descriptors or memory: the queue stays readable, so do not poll it for a while.
       if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
       return;
     }

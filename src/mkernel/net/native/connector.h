@@ -1,10 +1,9 @@
-// The listener of a rank: makes the streams to its peers and refuses connections that do not authenticate.
+// The listener of a rank: makes the streams to its peers and rejects connections that do not authenticate.
 //
-// Of two ranks the higher one dials. The listening socket is served only while someone waits in
-// `connect`, so such connections cost a running job nothing; they wait in the kernel's queue. Inside, a
-// connection has a few seconds to finish the handshake, and there are never more than kMaxPending
-// such connections: the oldest has to go when one more comes. A peer that is turned away so tries
-// again.
+// Of two ranks, the higher one dials. The listening socket is served only while a thread is in `connect`,
+// so unwanted connections cost a running job nothing: they wait in the kernel's queue. In `connect`, a
+// connection has a few seconds to finish the handshake. There are never more than kMaxPending pending
+// connections: a new one replaces the oldest. A peer that is dropped in this way tries again.
 #pragma once
 
 #include <atomic>
@@ -26,7 +25,7 @@ struct PeerAddress {
   Address address;
 };
 
-// A stream that both sides have made sure of.
+// A stream that both sides have authenticated.
 struct Arrival {
   uint32_t peer = 0;
   uint32_t stream = 0;
@@ -39,28 +38,28 @@ class Connector {
   Connector(const Job& job, const Address& listen);
   int port() const { return port_; }
 
-  // Returns all streams to the given peers, once all of them are there. Peers that have called early
-  // are kept for a later call.
+  // Returns the streams to the given peers once all of them are connected. Streams of peers that connect
+  // early are kept for a later call.
   std::vector<Arrival> connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout);
 
-  // Nobody else is expected. A connect under way ends with an error.
+  // No further peers are expected. A `connect` that is running ends with an error.
   void close();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // A connection whose handshake is under endpoint.
+  // A connection whose handshake has not finished.
   struct PendingConnection {
     Fd socket;
     std::string address;
     Handshake handshake;
-    std::vector<uint8_t> message;  // the part of the next one that is here
+    std::vector<uint8_t> message;  // the part of the next one that has arrived
     Clock::time_point deadline;
     bool connecting = false;
     std::string failure;
     bool hopeless = false;  // another try would fail too
   };
-  // One stream that we make; it is tried until the call's timeout.
+  // A stream that this rank makes; it tries until the timeout of the call.
   struct Dial {
     uint32_t peer;
     uint32_t stream;

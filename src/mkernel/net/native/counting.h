@@ -1,32 +1,32 @@
-// How a receiver knows that a message is whole when nothing keeps its order: by counting.
+// How a receiver detects that a message is complete on a network without ordering: by counting.
 //
-// The network gives three things: what is sent arrives exactly once, or the sender hears of it; a write
-// may carry 32 bits, which the receiver is handed when the bytes of that write are in its memory; and
-// nothing else. Fragments of a message overtake each other, and so do messages, on one way or on several.
+// The network guarantees only two things. A message arrives exactly once, or the sender gets an error. And a
+// write may carry 32 bits of immediate data, which the receiver gets once the bytes of that write are in its
+// memory. Fragments of a message overtake each other, and so do messages, on one rail or on several.
 //
-//   sender                                      receiver
-//   writes each fragment to its place, with the    counts, for each label, the fragments that came
-//   message's label as its 32 bits
-//   sends an announcement, a small message:     a message is whole when its announcement is here and
-//   label, number of fragments, signal, value      as many fragments came as that says; then, and only then,
-//                                               the signal grows to the value
+//   sender                                         receiver
+//   writes each fragment to its target, with the   counts the fragments that arrive for each label
+//   message's label as immediate data
+//   sends an announcement, a small message:        a message is complete once its announcement and that
+//   label, number of fragments, signal, value      many fragments have arrived; only then does the signal
+//                                                  grow to the value
 //
-// The announcement may be first, last or in between. It cannot ride in the 32 bits: a signal's segment,
-// offset and value alone have 152.
+// The announcement may arrive first, last or in between. It does not fit into the 32 bits: a signal's segment,
+// offset and value take 152 bits.
 //
-// Why it is right:
-// - A fragment is counted after its bytes are in memory, and once. So all bytes are there when the count is.
-// - Which message a fragment belongs to is its label: the sender's rank and a number of 16 bits. The number
-//   comes again after 65,536 messages of that sender. A sender begins a message only if it is less than
-//   kWindow ahead of its oldest one that was not acknowledged in full, so by then the earlier message with
-//   that number was acknowledged: all of it is in the receiver's completion queues, before anything of the
-//   new one. A receiver takes in turns from its queues, one for each rail, no more than a few from each;
-//   what waits in one is bounded by that queue's receive buffers (kMostWaiting). So it has seen the last of
-//   the earlier message before another rail can bring it kMostWaiting more messages, and the number
-//   is 65,536 - kWindow messages away. Both bounds together must be below 65,536; see the assertion.
-// - Signals grow to the larger value, so it does not matter which of two messages is whole first.
+// Why it is correct:
+// - A fragment is counted once, after its bytes are in memory. So when the count is complete, so are the bytes.
+// - A label identifies the message of a fragment: the sender's rank and a number of 16 bits. The number is
+//   reused after 65,536 messages of that sender. A sender begins a message only if it is less than kWindow
+//   ahead of its oldest message that was not fully acknowledged. By then, the earlier message with the same
+//   number was acknowledged: all of it is in the receiver's completion queues, before anything of the new one.
+//   A receiver polls its queues, one per rail, in turn, and takes only a few entries from each; a queue's
+//   receive buffers (kMostWaiting) bound what waits in it. So the receiver has seen the last of the earlier
+//   message before another rail can deliver kMostWaiting more messages, and the reuse of the number is 65,536 -
+//   kWindow messages away. The sum of both bounds must be below 65,536; see the assertion.
+// - Signals only grow, so it does not matter which of two messages is complete first.
 //
-// There is nothing here that knows of a network: tests drive it with one that shuffles.
+// Nothing in this file depends on a network: tests drive it with one that shuffles.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +66,7 @@ class Labels {
     done_.push_back(false);
     return static_cast<uint32_t>(rank_ * kNumbers + (oldest_ + done_.size() - 1) % kNumbers);
   }
-  // All of the message was acknowledged.
+  // The whole message was acknowledged.
   void finish(uint32_t label) {
     uint64_t index = (label % kNumbers + kNumbers - oldest_ % kNumbers) % kNumbers;
     if (sender_of(label) != rank_ || index >= done_.size() || done_[index])
@@ -81,8 +81,8 @@ class Labels {
   std::deque<bool> done_;  // from that one on
 };
 
-// A receiver's count of what came from all senders. Each call returns the announcement of the message
-// that became whole by it.
+// A receiver's count of what has arrived from all senders. Each call returns the announcement of the message
+// that it completes, if any.
 class Tally {
  public:
   std::optional<Announcement> fragment(uint32_t label) {

@@ -118,8 +118,8 @@ const Driver& driver() {
 
 Address address_of(const void* memory) { return reinterpret_cast<Address>(memory); }
 
-// The device's primary context is current inside. While some thread captures a graph, CUDA forbids all threads what
-// could disturb it, unless they say that they know better: nothing here concerns a stream that is being captured.
+// The device's primary context is current in this scope. While a thread captures a graph, CUDA forbids all threads
+// calls that could disturb it, unless they opt out: nothing here concerns a stream that is being captured.
 class Inside {
  public:
   explicit Inside(Context context) {
@@ -136,7 +136,7 @@ class Inside {
   int capture_mode_ = kRelaxed;
 };
 
-// What a process keeps of a device until it ends, as PyTorch does.
+// A device's primary context, which a process keeps until it ends, as PyTorch does.
 struct Device {
   explicit Device(int number) {
     const Driver& cuda = driver();
@@ -204,7 +204,7 @@ uint8_t* take_pinned(uint64_t size) {
   return static_cast<uint8_t*>(memory);
 }
 
-// A word of a device. It goes back to a pool, as pinned memory does.
+// A word in device memory. It is returned to a pool, as pinned memory is.
 class DeviceWord {
  public:
   explicit DeviceWord(Device& device) : device_(device) {
@@ -237,10 +237,10 @@ class DeviceWord {
 constexpr uint64_t kWordBytes = 64;
 constexpr unsigned kLooksBetweenQueries = 4096;
 
-// What was asked for is gathered into a batch. One with copies inside of the device is a launch (see batch.h), for
-// which some SM has to be free. One without is a list of writes by the front end, which need none: kernels that hold
-// all SMs can still be told of what came over a network, and that the group gave up. All other copies are queued
-// on the stream at once, ahead of the batch; so what a batch tells of is always done before.
+// Operations are collected into a batch. A batch with copies inside the device is a launch (see batch.h), which needs
+// a free SM. A batch without them is a list of writes by the front end, which needs none: kernels that occupy all SMs
+// can still be notified of what has arrived over a network, and that the group gave up. All other copies are queued on
+// the stream immediately, before the batch, so they are done before the signals of the batch.
 class CudaCopyQueue : public CopyQueue {
  public:
   // Copies to the host have a stream of their own, to run beside those to the device.
@@ -345,13 +345,13 @@ class CudaCopyQueue : public CopyQueue {
     try {
       flush_locked();
     } catch (const std::exception&) {
-      // whoever asked for it is told later; what was queued before is under way all the same
+      // the caller is told later; what was queued before still runs
     }
     try {
       Inside inside(device_.context);
       driver().check(driver().stream_synchronize(stream_), "wait for copies");
     } catch (const std::exception&) {
-      // the device is lost, and with it whatever was under way
+      // the device is lost, and with it all pending operations
     }
     held_.clear();
   }
@@ -368,7 +368,7 @@ class CudaCopyQueue : public CopyQueue {
     Segments::Pin one, other;
   };
 
-  // Is this memory on the copy_queue's device? All copy_queues are of CUDA.
+  // Is this memory on the device of this queue? All copy queues are for CUDA.
   bool is_on_device(const Segments::Pin& pin) const {
     return pin.copy_queue != nullptr && &static_cast<const CudaCopyQueue*>(pin.copy_queue)->device_ == &device_;
   }

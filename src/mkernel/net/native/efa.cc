@@ -1,16 +1,15 @@
-// The efa transport: RDMA writes over AWS's Elastic Fabric Adapter, whose datagrams (SRD) arrive surely,
-// but in no order.
+// The efa transport: RDMA writes over AWS's Elastic Fabric Adapter, whose datagrams (SRD) are reliable but
+// unordered.
 //
 // A request is cut into fragments, written to the peer with an immediate over all rails, and announced
 // by a small message; the receiving proxy counts and raises the signal (counting.h). There is one queue pair on each
 // rail for all peers, with a random key that only the ranks of the job know.
 //
-// Devices must be able to do RDMA writes, which the first generations cannot. Headers older than that
-// ability do not name its bit, so the number is written here; what such an old library cannot do, it refuses when
-// the queue pair is made.
+// Devices must support RDMA writes, which the first generations do not. Old headers have no name for the
+// capability bit, so its number is written here. A library that is too old fails when the queue pair is created.
 //
-// Where the data is in GPU memory, it came over another way than the completion that tells of it: it is
-// made visible before the signal is raised.
+// Data in GPU memory takes another path than the completion that announces it, so it is made visible before the
+// signal is raised.
 #include "counting.h"
 #include "rdma.h"
 #include "rdma_base.h"
@@ -91,7 +90,7 @@ class EfaTransport : public RdmaBase {
     uint64_t remote_address = 0;
     uint32_t remote_key = 0, label = 0;
   };
-  // What there is on one rail.
+  // The state of one rail.
   struct Endpoint {
     std::vector<Announcement> sent, received;
     std::vector<uint32_t> free;  // slots of `sent`

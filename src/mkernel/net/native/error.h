@@ -1,7 +1,7 @@
-// Errors are exceptions whose words say what went wrong, for whom, and what the system said.
+// Errors are exceptions whose messages say what went wrong, for which rank, and what the system reported.
 //
-// Words are put together without streams: those need the C++ library's locales, which a process may have
-// twice, once with torch and once linked into this library, and which do not work when they are mixed.
+// Messages are built without streams. Streams need the C++ library's locales, of which a process may have two
+// copies, one with torch and one linked into this library; mixing them does not work.
 #pragma once
 
 #include <cerrno>

@@ -1,4 +1,4 @@
-// How two ranks of a job make sure of each other before a stream is used.
+// How two ranks of a job authenticate each other before they use a stream.
 //
 //   dialer   -> acceptor   Hello      who calls whom, which stream, a random number
 //   acceptor -> dialer     Challenge  a random number, proof that the acceptor knows the secret
@@ -7,8 +7,8 @@
 //
 // A proof is an HMAC-SHA256 over the role, the Hello and the acceptor's random number, so it can
 // neither be replayed nor reflected, nor be used for another rank or stream. All messages have fixed
-// sizes: there is no length to lie about. This authenticates connections; it does not protect the bytes
-// that follow against someone who can change packets between the two hosts.
+// sizes, so no length needs to be checked. This authenticates connections; it does not protect the bytes
+// that follow against an attacker who can change packets between the two hosts.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@
 
 namespace mkernel {
 
-// The other side is not who it should be, and trying again will not help.
+// The other side is not the expected one, and another attempt will not help.
 struct WrongSecret : Error {
   using Error::Error;
 };

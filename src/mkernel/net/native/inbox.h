@@ -1,6 +1,6 @@
-// The receiving side of tcp: bytes from a peer's streams become memory and signals.
+// The receiving side of tcp: writes the bytes from a peer's streams to memory, and sets signals.
 //
-// Nothing that a peer says is believed: segment, bounds, sizes, fragment numbers and the state of the
+// Nothing that a peer sends is trusted: segment, bounds, sizes, fragment numbers and the state of the
 // transfer are checked before the first byte of a fragment is written.
 #pragma once
 
@@ -28,9 +28,9 @@ class Inbox {
   void begin(const Fragment& fragment);
   // All bytes of a fragment are in memory. Raises the signal if it was the transfer's last.
   void finish(const Fragment& fragment);
-  // Where the bytes of a fragment from `done` on belong.
+  // Where to write the bytes of a fragment from `done` on.
   Segments::Pin place(const Fragment& fragment, uint64_t done, uint64_t size);
-  // Device memory cannot be received into: its fragments wait in pinned memory until they are whole.
+  // A socket cannot receive into device memory: such fragments are collected in pinned memory.
   bool on_device(const Fragment& fragment) { return place(fragment, 0, fragment.bytes).copy_queue != nullptr; }
   void land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes);
   size_t unfinished() const { return transfers_.size(); }
@@ -60,7 +60,7 @@ class StreamReader {
     return waiting_ ? Segments::Pin(waiting_->data + done_) : inbox_.place(fragment_, done_, size);
   }
   void placed(uint64_t size);
-  // The peer said that nothing more comes.
+  // The peer has said that it sends nothing more.
   bool ended() const { return ended_; }
   // In the middle of a header or a payload?
   bool unfinished() const { return in_payload_ || header_bytes_ > 0; }

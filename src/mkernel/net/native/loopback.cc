@@ -77,7 +77,7 @@ std::vector<std::pair<uint64_t, uint64_t>> LoopbackTransport::fragmentation(uint
 bool LoopbackTransport::post(const Request& request) {
   if (flights_.size() + landing_.size() >= kAtOnce) return false;
   auto peer = find(request.peer);
-  // all of it is checked before anything is written
+  // everything is checked before anything is written
   segments->pin(request.source_segment, request.source, request.bytes, "source");
   peer->pin(request.segment, request.target, request.bytes, "target");
   peer->pin_signal(request.segment, request.signal);
@@ -120,7 +120,7 @@ bool LoopbackTransport::raise(size_t chosen) {
   return true;
 }
 
-// All that are due, once the first one has waited for those that follow closely.
+// All requests that are due, once the first one has waited for those that follow closely.
 bool LoopbackTransport::fly_together(Clock::time_point now) {
   if (flights_.empty()) return false;
   auto until = std::max(now, flights_.front().due + kTogether);
@@ -136,7 +136,7 @@ bool LoopbackTransport::fly_together(Clock::time_point now) {
   return any;
 }
 
-// Steps of requests that chance chooses: the next fragment, or the signal after the last.
+// Steps of requests in random order: the next fragment, or the signal after the last.
 bool LoopbackTransport::fly_shuffled(Clock::time_point now) {
   bool any = false;
   for (int i = 0; i < kPiecesPerPoll && !flights_.empty(); ++i) {

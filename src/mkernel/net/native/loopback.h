@@ -2,12 +2,12 @@
 // emulated links.
 //
 // An emulated link carries one request after the other, each for as long as its bytes take at the
-// link's rate; the signal comes `latency` after the last byte. So many requests in flight share the
-// rate, and each of them is late by the latency once.
+// link's rate; the signal is set `latency` after the last byte. So requests in flight share the
+// rate, and each of them is delayed by the latency once.
 //
-// Many requests cost few calls of a device's driver: those that are due within kTogether of the first go with the
-// last of them, bytes and signals in one batch of the target's copy_queue. A request that nothing follows is not late,
-// one in a stream is, by up to kTogether.
+// Requests share driver calls: all requests that are due within kTogether of the first are made together, with bytes
+// and signals in one batch of the target's copy queue. This delays a request in a sequence by up to kTogether, but
+// does not delay a request that no other follows.
 #pragma once
 
 #include <chrono>
@@ -31,7 +31,7 @@ struct LoopbackOptions {
 
 class LoopbackTransport : public Transport {
  public:
-  // Ranks of one `job` find each other; a rank is there once.
+  // Ranks of the same `job` find each other; each rank exists once.
   LoopbackTransport(std::string job, int rank, LoopbackOptions options);
   ~LoopbackTransport() override;
 

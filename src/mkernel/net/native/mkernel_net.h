@@ -25,9 +25,9 @@ typedef struct mkernel_net_proxy mkernel_net_proxy;
 typedef struct {
   int64_t requests;       /* taken by the transport */
   int64_t bytes;          /* of those */
-  int64_t completions;    /* whose source may be written again */
-  int64_t busy_loops;     /* of the proxy's thread in which something was done */
-  int64_t idle_loops;     /* in which nothing was */
+  int64_t completions;    /* whose source may be overwritten */
+  int64_t busy_loops;     /* iterations of the proxy's thread that did something */
+  int64_t idle_loops;     /* iterations that did not */
   int64_t most_in_flight; /* the largest number of requests at the same time */
 } mkernel_net_statistics;
 

@@ -1,4 +1,4 @@
-// The sending side of tcp: what one stream still has to hand to the kernel.
+// The sending side of tcp: what a stream has yet to pass to the kernel.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +27,15 @@ class Outbox {
   bool empty() const { return queue_.empty(); }
   uint64_t bytes() const { return bytes_; }
 
-  // Hands to the kernel what it takes at once, within reason. Appends requests that are wholly
-  // handed over. Returns the number of bytes; `blocked` tells if the kernel would take no more.
+  // Passes to the kernel what it accepts without blocking, up to a limit. Appends requests that have been passed
+  // completely. Returns the number of bytes; `blocked` says whether the kernel would accept no more.
   uint64_t flush(int fd, Segments& segments, std::vector<std::shared_ptr<Outgoing>>& sent);
   bool blocked = false;
-  // The next fragment is still on its way from the device.
+  // The next fragment has not been copied from the device yet.
   bool fetching = false;
 
  private:
-  // A fragment of device memory on its way through pinned memory, from where the kernel takes it.
+  // A fragment of device memory that is copied to pinned memory, from where the kernel reads it.
   struct Fetched {
     ~Fetched() {
       if (token.copy_queue != nullptr) token.copy_queue->settle();

@@ -170,7 +170,7 @@ bool Proxy::poll_transport() {
 
 bool Proxy::drained() const { return held_.empty() && requests_ == completions_ && !ring_.due(); }
 
-// Nothing to do: look again at once for a while, then less and less often.
+// Nothing to do: poll without a pause for a while, then less and less often.
 void Proxy::rest(Clock::time_point idle_since) {
   auto idle = Clock::now() - idle_since;
   if (idle < std::chrono::microseconds(options_.spin_us) || options_.idle_sleep_us <= 0) return relax();

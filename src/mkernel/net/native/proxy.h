@@ -30,14 +30,14 @@ class Proxy {
   Proxy(int64_t* ring, uint64_t words, std::shared_ptr<Transport> transport, ProxyOptions options);
   ~Proxy();  // stops at once
 
-  // Serve what is in the ring and in flight, but no longer than `patience`; the thread has ended then.
-  // True: everything was served. False: some was given up, or there was an error before.
+  // Serves what is in the ring and in flight, for at most `patience`, and ends the thread. Returns true if everything
+  // was served, and false if requests were given up or there had been an error.
   bool stop(std::chrono::milliseconds patience);
 
-  // A word that becomes 1 when the proxy stops serving because of an error, so that kernels which wait for
-  // it leave. `device` as in Segments::attach.
+  // A word that the proxy sets to 1 when it stops because of an error, so that kernels stop waiting for it.
+  // `device` as in Segments::attach.
   void set_abort_flag(int64_t* word, int device);
-  // Why it stopped serving; empty as long as all is well.
+  // Why it stopped serving; empty if there was no error.
   std::string error() const;
   mkernel_net_statistics statistics() const;
 
@@ -59,8 +59,8 @@ class Proxy {
   const ProxyOptions options_;
 
   // the thread's own
-  // Taken out of the ring, and the transport was busy with their peer: one that is slow does not hold up
-  // the others. Bounded, so that the ring still tells its producers to wait.
+  // Requests that were taken out of the ring while the transport was busy with their peer, so that a slow peer
+  // does not delay the others. Bounded, so that a full ring still makes its producers wait.
   std::map<uint32_t, std::deque<Request>> held_;  // by peer; none are empty
   size_t held_count_ = 0;
   std::vector<int64_t> completed_;

@@ -1,8 +1,8 @@
 // The transports over RDMA devices: `verbs` (InfiniBand, RoCE) and `efa` (AWS).
 //
-// Ranks do not find each other here. What one has to know of another is a description, a string of
-// bytes: of the connection, and of every segment. The caller carries them from rank to rank, over
-// whatever it trusts; nobody who has not got one can write to a rank's memory.
+// Ranks do not discover each other here. A rank describes its connection, and each of its segments, as a
+// string of bytes. The caller passes these descriptions to the other ranks over a channel that it trusts.
+// Without a description, nobody can write to a rank's memory.
 //
 //   all ranks:  describe(peer)            -> to that peer ->  connect(peer, its description)
 //   all ranks:  attach, describe_segment  -> to all peers ->  learn_segment(peer, number, description)
@@ -37,7 +37,7 @@ class RdmaTransport : public Transport {
  public:
   using Transport::Transport;
   virtual std::string describe(uint32_t peer) = 0;
-  // Once for each peer; it must have described itself to this rank.
+  // Call it once for each peer, with the peer's description.
   virtual void connect(uint32_t peer, const std::string& description) = 0;
   virtual std::string describe_segment(uint32_t number) = 0;
   virtual void learn_segment(uint32_t peer, uint32_t number, const std::string& description) = 0;

@@ -1,4 +1,4 @@
-// What the RDMA transports have in common: rails, registered memory, and what peers have described.
+// What the RDMA transports share: rails, registered memory, and the descriptions of peers.
 #pragma once
 
 #include "verbs_library.h"
@@ -14,7 +14,7 @@
 
 namespace mkernel {
 
-// A description that is being written, or read: fields one after the other, as they lie in memory.
+// A description that is being written or read: one field after the other, in their memory representation.
 class Description {
  public:
   Description() = default;
@@ -58,8 +58,8 @@ class RdmaBase : public RdmaTransport {
   explicit RdmaBase(const RdmaOptions& options);
 
   void attach(uint32_t number, void* base, uint64_t size, int device = -1) override;
-  // Waits for the requests that read from the segment; at the peer timeout they are given up, and the
-  // transport with them.
+  // Waits for the requests that read from the segment. At the peer timeout, it gives them up, and the transport
+  // stops.
   void detach(uint32_t number) override;
   void stop(std::chrono::milliseconds patience) override;
   std::string describe_segment(uint32_t number) override;
@@ -80,8 +80,8 @@ class RdmaBase : public RdmaTransport {
     std::vector<uint32_t> keys;  // by rail
   };
 
-  // Runs `body` with the lock. After an error nothing works any more: the queue pairs are gone, so
-  // that no device touches memory that its owner may take back.
+  // Runs `body` with the lock held. An error destroys the queue pairs, so that no device accesses memory that its
+  // owner may free; afterwards, every call fails.
   template <class Body>
   auto guarded(Body body) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -95,17 +95,17 @@ class RdmaBase : public RdmaTransport {
     }
   }
   void usable() const;
-  // Does this transport write signals itself, and so needs a stream of the device?
+  // Does this transport write signals itself, and therefore need a stream of the device?
   virtual bool signals_by_host() const = 0;
   // Releases all queue pairs and what is in flight.
   virtual void abandon() = 0;
 
-  // Both check that the bytes are there, and the second that the signal is too.
+  // Both check that the range is inside the segment; the second also checks the signal.
   std::shared_ptr<Registered> source_of(const Request& request) const;
   const Remote& target_of(const Request& request) const;
   ibv_mr* register_memory(Rail& rail, void* base, uint64_t size, int device = -1);
   void move_queue(ibv_qp* queue, ibv_qp_attr& attributes, int mask, const char* to, const Rail& rail);
-  // The words for a completion that failed.
+  // The message for a failed completion.
   std::string reason_of(const ibv_wc& completion) const;
 
   const RdmaOptions options_;

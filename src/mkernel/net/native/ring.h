@@ -32,8 +32,8 @@ constexpr int kSegmentShift = 16;
 constexpr int kSourceSegmentShift = 40;
 }  // namespace layout
 
-// `bytes` bytes at `source` of this rank's `source_segment` go to `target` of the peer's `segment`;
-// when they are there, the peer's signal at byte `signal` of that segment grows to `value`.
+// Copies `bytes` bytes at `source` of this rank's `source_segment` to `target` of the peer's `segment`. When
+// they are written, the peer's signal at byte `signal` of that segment grows to `value`.
 struct Request {
   int64_t ticket = 0;
   uint32_t peer = 0;
@@ -65,8 +65,8 @@ inline Request request_of(const int64_t* word, int64_t ticket) {
 
 class Ring {
  public:
-  // `words`: how many 64-bit words the memory holds. A ring that was served before is taken over where
-  // it was left, unless requests were left in flight: they are lost.
+  // `words`: the size of the memory in 64-bit words. A ring that was served before continues where it was left.
+  // Requests that were in flight then are lost.
   Ring(int64_t* memory, uint64_t words) : memory_(memory) {
     using namespace layout;
     if (memory == nullptr || words < kHeaderWords) fail("the ring is too small for its header");
@@ -80,12 +80,12 @@ class Ring {
       fail("the ring was left with ", consumed_ - completed_, " requests in flight; make a new one");
   }
 
-  // Is the next request complete in its slot? Nothing has to be cleared: the turn number tells.
+  // Is the next request complete in its slot? Its turn number says so, and slots need not be cleared.
   bool due() const {
     return __atomic_load_n(slot() + layout::kTurn, __ATOMIC_ACQUIRE) == consumed_ / capacity_ + 1;
   }
 
-  // The next request, copied out of its slot; the slot is free for a producer afterwards.
+  // Copies the next request out of its slot, which is then free for a producer.
   std::optional<Request> take() {
     if (!due()) return std::nullopt;
     Request request = request_of(slot(), consumed_);
@@ -93,7 +93,7 @@ class Ring {
     return request;
   }
 
-  // The request's source may be written again. Any order; COMPLETED counts in order.
+  // The source of the request may be overwritten. Call it in any order; COMPLETED counts in order.
   void complete(int64_t ticket) {
     if (ticket < completed_ || ticket >= consumed_) fail("request ", ticket, " completed, but it is not in flight");
     auto index = static_cast<size_t>(ticket - completed_);

@@ -22,10 +22,10 @@ class Segments {
   };
 
  public:
-  // Holds a segment in place while some of its bytes are read or written. Short: detach waits for it.
+  // Keeps a segment attached while some of its bytes are read or written. Hold it only briefly: detach waits for it.
   class Pin {
    public:
-    // Host memory that stays in place by itself.
+    // Host memory that needs no pin.
     explicit Pin(uint8_t* bytes) : data(bytes), copy_queue(nullptr), owner_(nullptr) {}
     Pin(Pin&& other) noexcept
         : data(other.data), copy_queue(other.copy_queue), owner_(other.owner_), segment_(std::move(other.segment_)) {
@@ -51,16 +51,16 @@ class Segments {
 
   // `device` is the number of the CUDA device that the memory is on; -1: host memory.
   void attach(uint32_t number, void* base, uint64_t size, int device = -1);
-  // When it returns, nobody touches the segment's memory any more.
+  // When it returns, nothing accesses the segment's memory any more.
   void detach(uint32_t number);
-  // Detach all, and take no more.
+  // Detaches all segments, and accepts no more.
   void close();
 
-  // Bytes [offset, offset + size) of a segment; an Error that names `what` if they are not all there.
+  // Bytes [offset, offset + size) of a segment. If they exceed it, raises an Error that names `what`.
   Pin pin(uint32_t number, uint64_t offset, uint64_t size, const char* what);
   // A signal: an aligned 64-bit word.
   Pin pin_signal(uint32_t number, uint64_t offset);
-  // What copies to and from this device for us.
+  // The copy queue of this device.
   CopyQueue& copy_queue_of(int device);
 
  private:

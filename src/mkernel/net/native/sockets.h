@@ -1,4 +1,4 @@
-// The little that is needed of sockets.
+// The socket functions that the tcp transport needs.
 #pragma once
 
 #include <sys/socket.h>
@@ -41,8 +41,8 @@ Fd listen_on(const Address& address);
 // Non-blocking; the connection may be under way when this returns.
 Fd start_connecting(const Address& address);
 
-// Send small requests at once, and let the kernel find out within `timeout` that the peer is gone:
-// by probes when nothing is sent, by missing acknowledgements when something is.
+// Sends small requests immediately, and lets the kernel detect within `timeout` that the peer is gone: by probes
+// while nothing is sent, by missing acknowledgements otherwise.
 void prepare_stream(int fd, std::chrono::milliseconds timeout);
 
 }  // namespace mkernel

@@ -82,7 +82,7 @@ TcpTransport::Stream& TcpTransport::least_loaded(Peer& peer) {
   return *peer.streams[best];
 }
 
-// After an error nothing works any more, and no FIN is sent: the peers see a loss too.
+// After an error, every call fails, and no FIN is sent, so that the peers see a loss, too.
 template <class Body>
 bool TcpTransport::guarded(Body body) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -148,7 +148,7 @@ bool TcpTransport::poll_streams() {
   for (int i = 0; i < count; ++i) {
     Peer& peer = *peers_[events[i].data.u64 / job_.streams];
     Stream& stream = *peer.streams[events[i].data.u64 % job_.streams];
-    // what the peer still said comes first: it may explain an error
+    // read what the peer has sent first: it may explain an error
     if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) any |= receive(peer, stream);
     if (events[i].events & EPOLLOUT && stream.socket) {
       stream.outbox.blocked = false;
@@ -239,8 +239,8 @@ void TcpTransport::stop(std::chrono::milliseconds patience) {
   segments->close();
 }
 
-// Sends what is queued and a FIN, and waits until the peers' kernels have it: a socket that is
-// closed earlier, or with something unread, may be cut off and the peer would miss the end.
+// Sends what is queued and a FIN, and waits until the peers' kernels have it. A socket that is closed earlier, or
+// with unread data, may be reset, and the peer would miss the end.
 void TcpTransport::send_fins(std::chrono::steady_clock::time_point deadline) {
   std::vector<Stream*> open;
   for (auto& peer : peers_)

@@ -1,8 +1,8 @@
 // The tcp transport: several streams to each peer, driven by epoll from the proxy's thread.
 //
-// A request is cut into fragments (wire.h) that go over the least loaded streams; the receiving side
-// counts them and raises the signal (inbox.h). A request is complete for its sender when the kernel
-// has taken all of its bytes. A stream that ends without a FIN is an error that names the peer.
+// A request is divided into fragments (wire.h), which use the least loaded streams. The receiving side
+// counts them and raises the signal (inbox.h). For its sender, a request is complete when the kernel
+// has accepted all of its bytes. A stream that ends without a FIN is an error that names the peer.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ class TcpTransport : public Transport {
   ~TcpTransport() override;
 
   int port() const { return connector_.port(); }
-  // Connect to these peers; they must do the same with us. May be called again with others.
+  // Connects to these peers, which must connect to this rank in the same way. May be called again for others.
   void connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout);
 
   bool post(const Request& request) override;

@@ -1,22 +1,21 @@
 // The verbs transport: RDMA writes over reliable connections (RC), for InfiniBand and RoCE.
 //
-// A request is one or more writes of data and then an inline write of the signal's 8 bytes, on the
-// same queue pair: the device carries them out in order, so whoever sees the signal sees the data.
-// The receiving rank's processor has no part in it. Memory is registered without relaxed ordering,
-// which would give that order up on the last way, over PCIe.
+// A request is one or more writes of data, followed by an inline write of the signal's 8 bytes on the
+// same queue pair. The device executes them in order, so a reader that sees the signal sees the data.
+// The receiving rank's CPU is not involved. Memory is registered without relaxed ordering, which would
+// give up that order on the last hop, over PCIe.
 //
-// There are several queue pairs to a peer. Requests to one signal all take the same one, and a value that
-// is lower than an earlier one is replaced by that: so a signal cannot shrink. Neighbouring signals take
-// different queue pairs. A write cannot look for a larger value of somebody else: a signal must have one
-// sending rank.
+// There are several queue pairs to a peer. Requests to the same signal use the same queue pair. If a value
+// is lower than an earlier one, the earlier one is written again, so a signal never decreases. Neighbouring
+// signals use different queue pairs. A write does not compare, so a signal must have a single sending rank.
 //
-// post only queues; poll hands over all that is queued as one linked list per queue pair. Of such a
-// list the last write is signalled, and every kRequestsPerSignal-th request: the completion of one
-// tells of all before it on that queue pair.
+// post only queues; poll passes all queued requests on, as one linked list per queue pair. The last write
+// of a list is signalled, and so is every kRequestsPerSignal-th request: one completion covers all
+// requests before it on that queue pair.
 //
-// A peer that is gone is noticed by who sends to it: after kRetries retries, spread over the peer
-// timeout, the device gives up and the completion says so. Who only receives does not notice, and
-// waits until its own timeout.
+// A rank that sends to a lost peer notices: after kRetries retries, spread over the peer timeout, the
+// device gives up and the completion fails. A rank that only receives does not notice, and waits until
+// its own timeout.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -48,7 +47,7 @@ uint8_t retry_exponent(std::chrono::milliseconds timeout) {
   return exponent;
 }
 
-// What two ranks tell each other of a rail and of a queue pair.
+// What two ranks exchange about a rail and about a queue pair.
 struct RailDescription {
   ibv_gid gid;
   uint32_t mtu;
@@ -193,7 +192,7 @@ void VerbsTransport::connect(uint32_t number, const std::string& description) {
     std::vector<QueueDescription> others;
     for (uint32_t i = 0; i < rails * queues; ++i) others.push_back(text.take<QueueDescription>());
     text.end();
-    // where one rank has more rails than the other, the last ones stay idle
+    // if one rank has more rails than the other, its last ones stay idle
     for (size_t i = 0; i < std::min(others.size(), peer.queues.size()); ++i) {
       connect_queue(*peer.queues[i], there[peer.queues[i]->rail], others[i]);
       peer.connected.push_back(peer.queues[i].get());

@@ -1,9 +1,9 @@
 // libibverbs, opened at run time: a machine without it can still use every other transport.
 //
-// The structures and the inline calls come from its headers, which must be there when this is
-// compiled. Writing them down here would spare users that package, but post_send and poll_cq go
-// through tables of function pointers inside of those structures: one field out of place would be
-// a jump into nowhere, and no compiler would see it.
+// The structures and the inline calls come from its headers, which must be installed when this is
+// compiled. Declaring them here would spare users that package. But post_send and poll_cq go through
+// tables of function pointers in those structures: a misplaced field would call an invalid address,
+// and no compiler would notice.
 #pragma once
 
 #if __has_include(<infiniband/verbs.h>)
@@ -20,7 +20,7 @@
 
 namespace mkernel {
 
-// A function of a library that was opened at run time; Error if it is not there, unless `optional`.
+// A function of a library that was opened at run time. If it is missing, an Error, unless it is `optional`.
 void* open_library(const std::string& path, const char* package);
 void* find_function(void* library, const std::string& path, const char* name, bool optional = false);
 

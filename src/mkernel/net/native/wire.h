@@ -1,4 +1,4 @@
-// What goes over a stream: fragments of transfers, each behind a header of 64 bytes, and a FIN.
+// The format of a stream: fragments of transfers, each after a header of 64 bytes, and a FIN.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,9 @@ static_assert(sizeof(Fragment) == 64);
 
 constexpr uint64_t kFragmentBytes = 1 << 20;
 
-// How a transfer is cut: into fragments of almost equal size, all larger than half of kFragmentBytes if
-// there are several. Sender and receiver compute it alike. No tiny last fragment: so the bytes that the
-// kernel holds bound the number of transfers that a receiver may see unfinished.
+// How a transfer is divided: into fragments of almost equal size, all larger than half of kFragmentBytes if
+// there are several. Sender and receiver compute the same sizes. Because there is no tiny last fragment, the
+// bytes that the kernel holds bound the number of unfinished transfers that a receiver may see.
 class Fragmentation {
  public:
   explicit Fragmentation(uint64_t total)

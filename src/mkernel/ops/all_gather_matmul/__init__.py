@@ -53,7 +53,7 @@ from typing import Any
 import torch
 
 from mkernel.ops import library
-from mkernel.ops.all_gather_matmul import call, registration
+from mkernel.ops.all_gather_matmul import call, several
 from mkernel.ops.all_gather_matmul.call import TUNABLE, prepare
 from mkernel.ops.all_gather_matmul.plan import Plan, plan
 from mkernel.runtime.collective import traceable
@@ -87,7 +87,8 @@ def all_gather_matmul(
         a: [..., k], this rank's rows, in bf16, fp16 or fp32. Shape and dtype must be the same on every rank.
             Any strides.
         b: [k, n]; n may differ between ranks. A transposed view (`w.t()`) is read without a copy. Or a list of such
-            matrices, which are multiplied with the same gathered rows; the first is overlapped with the transfers.
+            matrices, which are multiplied with the same gathered rows: in one product if they lie side by side in
+            memory, such as `w[:n].t()` and `w[n:].t()`; otherwise only the first is overlapped with the transfers.
         group: the group to gather over: a mk.Group, a ProcessGroup, a DeviceMesh of one dimension, or the name of a
             group; the current group by default.
         out: tensor for the result; must not overlap a or b. Not for a list of b, and not with gradients.
@@ -100,7 +101,8 @@ def all_gather_matmul(
 
     Returns:
         [..., n], in a's dtype, where gather_dim is world times as long and in rank order; accumulated in fp32. For a
-        list of b, a list. With return_gathered, a pair (result, gathered a).
+        list of b, a list, whose tensors are columns of one matrix. With return_gathered, a pair (result, gathered
+        a).
 
     Raises:
         ArgumentError: an argument is invalid; nothing has been launched.
@@ -128,7 +130,7 @@ def _one(
             shape = (*a.shape[:dim], library.size_of(group) * a.shape[dim], *a.shape[dim + 1 : -1], b.shape[-1])
             matrix = library.out_as_rows(out, shape, dim)
     check_bias(bias, rows, b, out)
-    library.refuse_forward_mode(a=a, b=b, bias=bias)
+    library.refuse_transforms(a=a, b=b, bias=bias)
     y, gathered = _run(rows, b, group, matrix, return_gathered, save, config)
     if bias is not None:
         traced = library.needs_gradients(y, bias) or torch.compiler.is_compiling()
@@ -166,16 +168,18 @@ def _several(
         if value is not None:
             raise ArgumentError(f"{name} cannot be combined with a list of b: call all_gather_matmul for each b")
     a, *bs = library.autocast(a, *bs)
-    registration.check_list(a, bs)
-    library.refuse_forward_mode(a=a, **{f"b[{i}]": b for i, b in enumerate(bs)})
+    several.check_list(a, bs)
+    library.refuse_transforms(a=a, **{f"b[{i}]": b for i, b in enumerate(bs)})
     dim = library.check_dim("gather_dim", gather_dim, a, "a")
     rows = library.as_rows(a, dim)
-    name, numbers = library.name_of(group), library.encoded(config)
+    if not library.needs_gradients(*bs):
+        save = "sharded"  # nothing is saved
+    given = (rows, bs, library.name_of(group), save, return_gathered, library.encoded(config))
     if library.needs_dispatcher(a, *bs):
-        gathered, ys = torch.ops.mkernel.all_gather_matmul_list(rows, bs, name, save, numbers)
+        gathered, y = torch.ops.mkernel.all_gather_matmul_list(*given)
     else:
-        gathered, ys = registration.multiply_list(rows, bs, name, save, numbers)
-    results = [_unflatten(y, a, dim, group) for y in ys]
+        gathered, y = several.multiply(*given)
+    results = [_unflatten(y, a, dim, group) for y in several.split(y, bs)]
     return (results, _unflatten(gathered, a, dim, group)) if return_gathered else results
 
 
@@ -219,13 +223,17 @@ def explain(
     save: str = "sharded",
     config: Config | None = None,
 ) -> Plan:
-    """The plan that `all_gather_matmul` would execute with these arguments; for a list of b, that of the first."""
+    """The plan that `all_gather_matmul` would execute with these arguments; for a list of b, that of the launch:
+    of all of them if they lie side by side in memory, otherwise of the first."""
     group = current(group)
     one: Any = b
     _check_save(save)
     if isinstance(b, (list, tuple)):
-        registration.check_list(a, b)
-        return explain(a, b[0], group=group, return_gathered=True, gather_dim=gather_dim, save=save, config=config)
+        several.check_list(a, b)
+        whole = several.joined(b)
+        keeps = whole is None or return_gathered or (save == "gathered" and library.needs_gradients(*b))
+        one = b[0] if whole is None else whole
+        return explain(a, one, group=group, return_gathered=keeps, gather_dim=gather_dim, save=save, config=config)
     if library.are_operands(a, one, bias, out) and (a.dim() != 2 or gather_dim != 0):
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, out = library.as_rows(a, dim), None

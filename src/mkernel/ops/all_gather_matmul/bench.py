@@ -12,7 +12,7 @@ from mkernel.bench.backward import Backward, Transfer, beside, error_of, named
 from mkernel.bench.backward import measure as measure_backward_pass
 from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Latency, Published
 from mkernel.bench.problems import draw, product_bound, worst_of
-from mkernel.bench.published import GPUS, NODES, RANKS
+from mkernel.bench.published import RANKS, gathered
 from mkernel.bench.timing import BARRIER, Link, time_ways
 from mkernel.operators import Shape
 from mkernel.ops.all_gather_matmul import all_gather_matmul, explain, prepare, weight_grad
@@ -226,7 +226,7 @@ def measure_backward(group: Group, shape: tuple[int, int, int], dtype: torch.dty
 
 def _traffic(size: int) -> tuple[float, float]:
     block = size // RANKS * size * 2
-    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+    return gathered(block)
 
 
 def _latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:

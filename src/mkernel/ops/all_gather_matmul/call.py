@@ -111,5 +111,5 @@ def prepare(
     if decided.hopper:
         from mkernel.ops.all_gather_matmul import hopper  # Gluon is imported only where it runs
 
-        return hopper.launch(group, decided, memory, a, b, out)
+        return hopper.launch(group, decided, memory, a, b, out, gathered)
     return kernel.launch(group, decided, memory, a, b, out, gathered, scaling, gathered_scales)

@@ -5,7 +5,7 @@ rank. All CTAs do the same:
 
 - Push: the chunks of the rank's rows are shared among all its CTAs. Each pushes its chunks to every rank, its own
   workspace included, and signals them. With one rank there is nothing to push: rows are read from the caller's tensor.
-- Multiply: a team of CTAs (lang/team.py) waits for the rows of a tile, whoever they come from, and computes it. If
+- Multiply: a team of CTAs (lang/team.py) waits for the rows of a tile, from any rank, and computes it. If
   there are more tiles than teams, each team computes several.
 
 Signals, buffers and why they are safe: as in the package's docstring. Each rank waits for all rows, since its tiles
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import Peers, pace
+from mkernel.lang.copy import Peers, wait_paced
 from mkernel.lang.device import acquire_for_descriptors, clock
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.layout import parity, row_of, word_of
@@ -89,7 +89,7 @@ def push_own_rows(comm, call):
         )  # fmt: skip
         if gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
+            wait_paced(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, COMPUTE, PUSH_CHUNK, rank, chunk, since)
         for i in range(comm.WORLD_SIZE):
             notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)

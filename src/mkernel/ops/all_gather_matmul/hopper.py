@@ -10,7 +10,10 @@ goes through the same list of tiles or chunks on its own:
   each) does not delay the multiplication;
 - the `push` warp pushes this CTA's share of the rank's rows to the peers. One warp is enough: its share is small, and
   it has the whole duration of the launch. The registers and shared memory that a copying CTA would take are left to the
-  multiplication.
+  multiplication;
+- if the caller wants the gathered rows, the `keep` warp stores them from the stages of the multiplication, by TMA, when
+  the tile is one of the first columns. So they are read no more often. A stage is then free when this warp has read it,
+  too.
 
 Why it cannot deadlock. A push waits for nobody. Tiles wait for pushes by any CTA of a peer, so all CTAs must be
 resident: the launch has no more CTAs than fit, one per SM (planning.check).
@@ -33,9 +36,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of, segment_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import acquire_for_descriptors, clock
-from mkernel.lang.gluon_compat import async_load
+from mkernel.lang.gluon_compat import async_load, async_store
 from mkernel.lang.grid import sync_steps
 from mkernel.lang.hopper import STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages, multiply_rows, store_rows
 from mkernel.lang.layout import parity, row_of
@@ -46,7 +49,8 @@ from mkernel.lang.signals import finish, gave_up
 from mkernel.lang.trace import PUSH_CHUNK, TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.ops.all_gather_matmul.protocol import Gather, notify_chunk, wait_chunk
-from mkernel.runtime.group import Group
+from mkernel.runtime.config import Settings
+from mkernel.runtime.group import Group, Workspace
 from mkernel.runtime.hopper import right_operand, tma_descriptor
 from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
@@ -63,6 +67,7 @@ class Call(NamedTuple):
     n: Any
     GROUP: Any  # row blocks that are computed together, for locality in L2
     B_TRANSPOSED: Any
+    KEEPS: Any  # the caller wants the gathered rows
 
 
 class Operands(NamedTuple):
@@ -72,6 +77,7 @@ class Operands(NamedTuple):
     even: Any  # the rows of all ranks, in the half of the workspace for even epochs
     odd: Any  # the same for odd epochs
     b: Any
+    kept: Any  # the caller's tensor for the gathered rows; None unless KEEPS
 
 
 class Arrivals(NamedTuple):
@@ -153,8 +159,8 @@ def _wait_arrivals(comm, call, arrivals):
 
 
 @gluon.jit
-def _push(comm, call):
-    """The push warp."""
+def push(comm, call):
+    """The push warp. `call` is that of any kernel for Hopper that gathers rows; it has `a` and `gather`."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     DTYPE: gl.constexpr = call.a.data.dtype.element_ty
     gather = call.gather
@@ -177,10 +183,33 @@ def _push(comm, call):
                     gl.store(target + offset + column + lane, block, mask=inside)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
+            wait_paced(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, rank, chunk, since)
         for i in range(1, comm.WORLD_SIZE):
             notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)
+
+
+@gluon.jit
+def _keep(comm, call, kept, stages):
+    """The keep warp: goes through the steps of the load warp, and frees each stage one step later."""
+    step = 0
+    for index in range(gl.program_id(0), _tiles(comm, call), gl.num_programs(0)):
+        source, block, column_block, _ = _tile_at(comm, call, index)
+        row = source * call.gather.m + block * TILE_M
+        for depth in range(0, call.gather.k, TILE_K):
+            stage = step % STAGES
+            mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
+            if column_block == 0:
+                async_store(kept, [row, depth], stages.a.index(stage))
+                tma.store_wait(1)
+            else:
+                tma.store_wait(0)
+            if step > 0:
+                mbarrier.arrive(stages.freed.index((step + STAGES - 1) % STAGES), count=1)
+            step += 1
+    tma.store_wait(0)
+    if step > 0:
+        mbarrier.arrive(stages.freed.index((step + STAGES - 1) % STAGES), count=1)
 
 
 @gluon.jit
@@ -212,59 +241,83 @@ def _run(comm, call, operands, c):
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(freed.index(i), count=2)
+        mbarrier.init(freed.index(i), count=2 + call.KEEPS)
     for i in gl.static_range(2):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     fence_async_shared()
     stages = Stages(a_stages, b_stages, filled, freed)
     arrivals = Arrivals(ready, taken)
-    gl.warp_specialize(
-        [
-            (_multiply, (comm, call, c, stages, c_stages.index(0), 0)),
-            (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
-            (_load, (comm, call, operands, stages, arrivals)),
-            (_wait_arrivals, (comm, call, arrivals)),
-            (_push, (comm, call)),
-        ],
-        [4, 1, 1, 1],
-        [208, 80, 80, 80],  # registers per thread: with fewer, the load warp spills if b is not transposed
-    )
+    # registers per thread: with fewer than 80, the load warp spills if b is not transposed
+    if call.KEEPS:
+        gl.warp_specialize(
+            [
+                (_multiply, (comm, call, c, stages, c_stages.index(0), 0)),
+                (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
+                (_load, (comm, call, operands, stages, arrivals)),
+                (_wait_arrivals, (comm, call, arrivals)),
+                (push, (comm, call)),
+                (_keep, (comm, call, operands.kept, stages)),
+            ],
+            [4, 1, 1, 1, 1],
+            [208, 80, 80, 80, 80],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (comm, call, c, stages, c_stages.index(0), 0)),
+                (_multiply, (comm, call, c, stages, c_stages.index(1), 1)),
+                (_load, (comm, call, operands, stages, arrivals)),
+                (_wait_arrivals, (comm, call, arrivals)),
+                (push, (comm, call)),
+            ],
+            [4, 1, 1, 1],
+            [208, 80, 80, 80],
+        )
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 
 @gluon.jit
-def all_gather_matmul_hopper_kernel(context, ranks, own, even, odd, b, c, call):
-    """The whole operator. ranks: `Ranks`; own, even, odd, b: see `Operands`; c: a descriptor; call: `Call`."""
+def all_gather_matmul_hopper_kernel(context, ranks, own, even, odd, b, kept, c, call):
+    """The whole operator. ranks: `Ranks`; own, even, odd, b, kept: see `Operands`; c: a descriptor; call: `Call`."""
     _run(
         Comm(context, current_epoch(context), ranks.WORLD_SIZE, ranks.RANKS_PER_NODE),
         call,
-        Operands(own, even, odd, b),
+        Operands(own, even, odd, b, kept),
         c,
     )
 
 
+def gather_by_warps(group: Group, memory: Layout, workspace: Workspace, a: torch.Tensor, config: Settings) -> Gather:
+    """The `Gather` of a call in which a warp of every CTA pushes."""
+    m, k = a.shape
+    chunks = -(-m // config.chunk_rows)
+    link = group.world.links.nvlink
+    rate = (link or 0) / min(config.ctas, chunks)  # GB/s of one push warp
+    return Gather(
+        m, k, config.chunk_rows, chunks, memory.words_in(workspace, "arrived"), memory.buffer_in(workspace, "rows"),
+        round(2**20 / rate) if link else 0, *constants(link is not None),
+    )  # fmt: skip
+
+
 def launch(
-    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    group: Group, plan: Plan, memory: Layout, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    kept: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
-    """The launch that executes a plan. Collective if the workspace must grow."""
+    """The launch that executes a plan. Collective if the workspace must grow. kept: the caller's tensor for the
+    gathered rows, if they are wanted."""
     workspace = memory.workspace(group)
     m, k = a.shape
     n = b.shape[1]
     c, size = plan.config, group.size
     rows = memory.buffer_in(workspace, "rows")
     data = workspace.segment.memory[workspace.data_start :].view(a.dtype)
-    link = group.world.links.nvlink
-    rate = (link or 0) / min(c.ctas, plan.chunks)  # GB/s of one push warp
     block = [c.tile_m, c.tile_k]
     call = Call(
         a=Block(a, a.stride(0), a.stride(1)),
-        gather=Gather(
-            m, k, c.chunk_rows, plan.chunks, memory.words_in(workspace, "arrived"), rows,
-            round(2**20 / rate) if link else 0, *constants(link is not None),
-        ),
+        gather=gather_by_warps(group, memory, workspace, a, c),
         n=n,
-        **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed),
+        **named_constants(GROUP=c.group_m, B_TRANSPOSED=plan.access.right.transposed, KEEPS=kept is not None),
     )  # fmt: skip
     return Launch(
         op="all_gather_matmul",
@@ -278,11 +331,14 @@ def launch(
             even=tma_descriptor(data, size * m, k, rows.row_stride, block),
             odd=tma_descriptor(data[rows.half :], size * m, k, rows.row_stride, block),
             b=right_operand(b, plan.access.right.transposed),
+            kept=None if kept is None else tma_descriptor(kept, size * m, k, k, block),
             c=tma_descriptor(out, size * m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             call=call,
         ),
         options=dict(num_warps=c.warps),
         # sizes of the workspace included: Triton specializes a binary for the divisibility of integers
-        variant=(plan, workspace.signal_words, workspace.half_bytes),
+        variant=(plan, kept is not None, workspace.signal_words, workspace.half_bytes),
         uses=memory.uses(workspace),
+        inputs=("own", "b", "call.a.data"),
+        results=("c", "kept"),
     )

@@ -51,16 +51,12 @@ def _transfer(engine: Engine, plan: Plan, m: int, row_bytes: int, ctas: Lanes) -
     sizes = _rows_of(plan.chunks, c.chunk_rows, m) * row_bytes
     arrived = np.full((nodes, 2, plan.chunks), engine.start)
     offsets = call(destination_at, np.arange(1, nodes), NODES=nodes)
-    turns = np.arange(1, nodes)
     for sent in range(plan.chunks if c.send_ctas else 0):
         sender = sent % c.send_ctas
         which = slice(sender, sender + 1)
         if not plan.access.rows.direct:
-            ctas.work(sizes[sent] / machine.copy, "copy", which)
-        posted = ctas.clock[sender] + machine.post_seconds * turns
-        accepted, landed = engine.network.send(posted, sizes[sent], offsets)
-        ctas.wait(accepted.max(initial=ctas.clock[sender]), "the network", which)
-        arrived[offsets, 0, sent] = landed  # by the ranks so many nodes before, which send alike
+            ctas.work(sizes[sent] / machine.copy, "copy", which, index=sent)
+        arrived[offsets, 0, sent] = engine.post(ctas, sender, sizes[sent], offsets)
     peers = engine.gpus_per_node - 1
     if c.intra_ctas == 0:
         arrived[:, 1] = arrived[:, 0]
@@ -74,7 +70,7 @@ def _transfer(engine: Engine, plan: Plan, m: int, row_bytes: int, ctas: Lanes) -
         source = np.where(offset == 0, 0, nodes - offset)
         lanes = c.send_ctas + np.arange(len(item))
         ctas.wait(np.where(offset == 0, 0.0, arrived[source, 0, chunk]), "the network", lanes)
-        ctas.work(sizes[chunk] * peers / machine.copy, "copy", lanes)
+        ctas.work(sizes[chunk] * peers / machine.copy, "copy", lanes, index=chunk)
         done = link.carry(ctas.clock[lanes], sizes[chunk] * peers, np.arange(len(item)))
         ctas.wait(done, "NVLink", lanes)
         arrived[source, 1, chunk] = ctas.clock[lanes] + machine.nvlink_seconds
@@ -144,11 +140,14 @@ def _multiply(engine: Engine, plan: Plan, sizes: tuple[int, int, int], ctas: Lan
     if not plan.access.rows.staged:
         left = min(c.join_tiles * helpers, tiles)
         first, end, step = call(own_tiles_of, np.arange(c.ctas), helpers, tiles, left, ctas=c.ctas)
-        ctas.work(np.maximum(-(-(end - first) // step), 0) * seconds, "multiply")
-    for counts, _, source, block in tiles_of_others(plan, engine.rank, (nodes, gpus), blocks, column_blocks):
+        counts = np.maximum(-(-(end - first) // step), 0)
+        for place in in_slabs(int(counts.max()), c.ctas):
+            taken = np.clip(counts - place[0, 0], 0, len(place))
+            ctas.run(np.zeros(place.shape), seconds, taken, "multiply", "rows", index=first + place * step)
+    for counts, tile, source, block in tiles_of_others(plan, engine.rank, (nodes, gpus), blocks, column_blocks):
         node = (engine.rank // gpus - source // gpus) % nodes
         far = (source - engine.rank) % gpus != 0
-        ctas.run(ready[node, far.astype(int), block], seconds, counts, "multiply", "rows")
+        ctas.run(ready[node, far.astype(int), block], seconds, counts, "multiply", "rows", index=tile)
 
 
 def _multiply_on_hopper(

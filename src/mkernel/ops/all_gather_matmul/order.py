@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-MANY_NODES = tl.constexpr(4)  # from which on chunks of all nodes come in turn: modelled, see docs/scale.md
+MANY_NODES = tl.constexpr(4)  # from here on, the chunks of all nodes come in turn: modelled, see docs/scale.md
 
 
 @triton.jit

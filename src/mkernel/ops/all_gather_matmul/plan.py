@@ -12,7 +12,7 @@ from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.group import Group
 from mkernel.runtime.matmul import RhsLayout
-from mkernel.runtime.operands import describable, has_descriptors, matmul_precision
+from mkernel.runtime.operands import BYTES, describable, has_descriptors, matmul_precision
 from mkernel.runtime.scaling import Scaling, check_tile_k
 
 FEW_GATHERED = 256  # rows of all ranks
@@ -141,9 +141,12 @@ def _plan(
         and n > 128
         and access.right.uses_tma
         and access.out_uses_tma
-        and not (access.rows.staged or return_gathered)
+        and not access.rows.staged
+        and (not return_gathered or a.shape[1] * a.element_size() % BYTES == 0)  # TMA can write the gathered rows
     )
     settings, reasons = (_on_hopper if on_hopper else _portable)(group, a, n, access, config)
+    if on_hopper and return_gathered:
+        reasons.append("another one stores the gathered rows, from shared memory")
     planning.check_tile(settings, a.dtype, access.rows.descriptors and access.right.uses_tma)
     planning.check(
         settings,
@@ -287,13 +290,16 @@ def _portable(
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
     reasons = [
-        f"{intra_ctas} CTAs push {pushed} bytes over NVLink while {tiles} tiles are computed: "
-        f"estimated {push_seconds * 1e3:.3g} ms and {compute_seconds * 1e3:.3g} ms"
+        f"{pushed} bytes are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: estimated "
+        f"{push_seconds * 1e3:.3g} ms, during {compute_seconds * 1e3:.3g} ms for {tiles} tiles"
     ]
     if nodes > 1:
-        reasons.append(f"estimated {network_seconds * 1e3:.3g} ms for the network")
+        reasons.append(f"the network takes {network_seconds * 1e3:.3g} ms (estimated)")
     if nodes >= MANY_NODES.value:
-        reasons.append("many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn")
+        reasons.append(
+            "many nodes: the chunks of all nodes are sent, forwarded and multiplied in turn, as they arrive: nobody "
+            "waits for the last chunk of a node"
+        )
     return settings, reasons
 
 

@@ -15,23 +15,9 @@ import torch
 from mkernel.ops import library
 from mkernel.ops.all_gather_matmul.call import all_gather_matmul
 from mkernel.ops.all_gather_matmul.weight_grad import all_gather_matmul_weight_grad
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group_names import size_of
 
 Numbers = Sequence[int] | None  # an encoded configuration
-
-
-def check_list(a: Any, bs: Sequence[Any]) -> None:
-    """Refuse a list of b whose matrices cannot all be multiplied by the rows of a."""
-    for name, tensor in (("a", a), *((f"b[{i}]", b) for i, b in enumerate(bs))):
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    for i, b in enumerate(bs):
-        if b.dim() != 2 or b.shape[0] != a.shape[-1] or b.dtype != a.dtype or b.device != a.device:
-            raise ArgumentError(
-                f"b[{i}] is {tuple(b.shape)}, {b.dtype}, on {b.device}: it must be a matrix with {a.shape[-1]} rows, "
-                f"{a.dtype}, on {a.device}, as a is"
-            )
 
 
 # -- on real tensors
@@ -57,18 +43,10 @@ def _multiply_into(
     return gathered if gathered is not None else a.new_empty(0)
 
 
-def multiply_list(
-    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The first product is overlapped with the transfers; the others are local, of the gathered rows."""
-    first, gathered = _multiply_gathered(a, bs[0], group, config)
-    return gathered, [first, *(gathered @ b for b in bs[1:])]
-
-
 # -- shapes
 
 
-def _fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
+def fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) -> torch.Tensor:
     library.check_fake(a, b)
     return a.new_empty(size_of(group) * a.shape[0], b.shape[-1])
 
@@ -76,7 +54,7 @@ def _fake(a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None) 
 def _fake_gathered(
     a: torch.Tensor, b: torch.Tensor, group: str, config: Numbers = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _fake(a, b, group, config), a.new_empty(size_of(group) * a.shape[0], a.shape[1])
+    return fake(a, b, group, config), a.new_empty(size_of(group) * a.shape[0], a.shape[1])
 
 
 def _fake_into(
@@ -86,38 +64,27 @@ def _fake_into(
     return a.new_empty(size_of(group) * a.shape[0], a.shape[1]) if return_gathered else a.new_empty(0)
 
 
-def _fake_list(
-    a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, save: str, config: Numbers
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    ys = [_fake(a, b, group, config) for b in bs]
-    return a.new_empty(size_of(group) * a.shape[0], a.shape[1]), ys
-
-
 # -- gradients
 
 
-def _row_gradient(dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+def row_gradient(dy: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     return library.registered("matmul_reduce_scatter")(dy, b.t(), None, None, group, None, None)
 
 
-def _row_gradient_of_both(
+def row_gradient_of_both(
     dy: torch.Tensor | None, b: torch.Tensor, dgathered: torch.Tensor | None, rows: int, group: str
 ) -> torch.Tensor:
     """The gradient of a, if a rank may have used the product, the gathered rows, or both. It is one product, whatever a
     rank has used, so all ranks make the same call: the gathered rows count as a product with the identity."""
     if dgathered is None:
-        return _row_gradient(b.new_empty(rows, 0) if dy is None else dy, b[:, :0] if dy is None else b, group)
+        return row_gradient(b.new_empty(rows, 0) if dy is None else dy, b[:, :0] if dy is None else b, group)
     identity = torch.eye(dgathered.shape[1], dtype=dgathered.dtype, device=dgathered.device)
     if dy is None:
-        return _row_gradient(library.dense(dgathered), identity, group)
-    return _row_gradient(torch.cat([dy, dgathered], dim=1), torch.cat([b.t(), identity]).t(), group)
+        return row_gradient(library.dense(dgathered), identity, group)
+    return row_gradient(torch.cat([dy, dgathered], dim=1), torch.cat([b.t(), identity]).t(), group)
 
 
-def _side_by_side(matrices: list[torch.Tensor]) -> torch.Tensor:
-    return library.dense(matrices[0]) if len(matrices) == 1 else torch.cat(matrices, dim=1)
-
-
-def _weight_gradient(a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str) -> torch.Tensor:
+def weight_gradient(a: torch.Tensor, dy: torch.Tensor, by_columns: bool, group: str) -> torch.Tensor:
     return torch.ops.mkernel.all_gather_matmul_weight_grad(a, dy, by_columns, group, None)
 
 
@@ -130,8 +97,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     dy = library.dense(dy)
-    da = _row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
-    db = _weight_gradient(a, dy, ctx.by_columns, ctx.group) if ctx.needs_input_grad[1] else None
+    da = row_gradient(dy, b, ctx.group) if ctx.needs_input_grad[0] else None
+    db = weight_gradient(a, dy, ctx.by_columns, ctx.group) if ctx.needs_input_grad[1] else None
     return da, db, None, None
 
 
@@ -148,48 +115,16 @@ def _backward_gathered(ctx: Any, dy: torch.Tensor | None, dgathered: torch.Tenso
     if dy is not None:
         dy = library.dense(dy)
     if ctx.needs_input_grad[0]:
-        da = _row_gradient_of_both(dy, b, dgathered, ctx.rows, ctx.group)
+        da = row_gradient_of_both(dy, b, dgathered, ctx.rows, ctx.group)
     if ctx.needs_input_grad[1] and dy is not None:
         db = library.weight_gradient(gathered, dy, ctx.by_columns)
     return da, db, None, None
 
 
-def _save_list(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, bs, ctx.group, ctx.save, _ = inputs
-    ctx.by_columns, ctx.rows = library.by_columns(bs[0]), output[0].shape[0]
-    kept = output[0] if ctx.save == "gathered" else a
-    needed = any(b.requires_grad for b in bs)
-    ctx.save_for_backward(kept if needed else None, *(b if a.requires_grad else None for b in bs))
-    ctx.set_materialize_grads(False)
-
-
-def _backward_list(ctx: Any, dgathered: torch.Tensor | None, dys: list[Any]) -> tuple[Any, ...]:
-    kept, *bs = ctx.saved_tensors
-    needs_a, needs_b = ctx.needs_input_grad[:2]
-    used = [i for i, dy in enumerate(dys) if dy is not None]
-    wide = _side_by_side([dys[i] for i in used]) if used else None
-    da = None
-    if needs_a:
-        right = torch.cat([bs[i].t() for i in used]).t() if len(used) > 1 else bs[used[0] if used else 0]
-        da = _row_gradient_of_both(wide, right, dgathered, ctx.rows, ctx.group)
-    dbs: list[torch.Tensor | None] = [None] * len(bs)
-    wanted = [i for i in used if needs_b[i]]
-    if any(needs_b) and (wanted or ctx.save == "sharded"):  # gathering again is for all ranks
-        if wanted != used or wide is None:
-            wide = _side_by_side([dys[i] for i in wanted]) if wanted else kept.new_empty(ctx.rows, 0)
-        if ctx.save == "gathered":
-            whole = library.weight_gradient(kept, wide, ctx.by_columns)
-        else:
-            whole = _weight_gradient(kept, wide, ctx.by_columns, ctx.group)
-        for i, db in zip(wanted, whole.split([dys[i].shape[1] for i in wanted], dim=1)):
-            dbs[i] = db
-    return da, dbs, None, None, None
-
-
 library.define(
     "all_gather_matmul",
     "(Tensor a, Tensor b, str group, int[]? config=None) -> Tensor",
-    _multiply, _fake, save=_save, backward=_backward,
+    _multiply, fake, save=_save, backward=_backward,
 )  # fmt: skip
 library.define(
     "all_gather_matmul_gathered",
@@ -200,12 +135,6 @@ library.define(
     "all_gather_matmul_out",
     "(Tensor a, Tensor b, str group, bool return_gathered, int[]? config, Tensor(a!) out) -> Tensor",
     _multiply_into, _fake_into,
-)  # fmt: skip
-library.define(
-    "all_gather_matmul_list",
-    # no default: PyTorch leaves out arguments that are their default, and gradients of lists must match the arguments
-    "(Tensor a, Tensor[] bs, str group, str save, int[]? config) -> (Tensor, Tensor[])",
-    multiply_list, _fake_list, save=_save_list, backward=_backward_list,
 )  # fmt: skip
 
 
@@ -232,7 +161,7 @@ def _backward_weight_grad(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     """For gradients of gradients."""
     a, dy = ctx.saved_tensors
     gradient = library.dense(gradient)
-    da = _row_gradient(dy, gradient, ctx.group) if ctx.needs_input_grad[0] else None
+    da = row_gradient(dy, gradient, ctx.group) if ctx.needs_input_grad[0] else None
     ddy = torch.ops.mkernel.all_gather_matmul(a, gradient, ctx.group, None) if ctx.needs_input_grad[1] else None
     return da, ddy, None, None, None
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import Peers, pace, push_rows
+from mkernel.lang.copy import Peers, push_rows, wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.layout import Buffer, row_of, word_of
 from mkernel.lang.matrix import Block
@@ -201,7 +201,7 @@ def spread_rows(comm, call, first, step):
                 sent += rows.to(tl.int64) * row_bytes(call) * PEERS
             else:
                 sent += rows.to(tl.int64) * gather.k * PEERS * (DTYPE.primitive_bitwidth // 8)
-            pace(start, sent, gather.nanoseconds_per_mib)
+            wait_paced(start, sent, gather.nanoseconds_per_mib)
         trace(comm.context, INTRA, PUSH_CHUNK, source_rank, chunk, since)
         for i in range(1, comm.RANKS_PER_NODE):
             notify_chunk(comm, gather, base + (local + i) % comm.RANKS_PER_NODE, source_rank, chunk)

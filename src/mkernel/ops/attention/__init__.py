@@ -76,9 +76,9 @@ number on to each other. Waiting for one chunk after the other: see `poll_all_ar
 
 Where to read on: mask.py (which keys a row sees), lengths.py (how many each rank holds), protocol.py (the workspace
 and its signals), transfer.py (send and intra), softmax.py, rows.py, merge.py and kernel.py (the Triton kernel),
-hopper.py and hopper_load.py (the Gluon kernel). On the host: run.py (a call), sequences.py, schedule.py and plan.py
-(decisions before the launch), call.py and launch.py (arguments of the kernels); registration.py (the operator in
-PyTorch's graphs). backward/ is the gradient, with a design record of its own.
+hopper.py, hopper_load.py and hopper_push.py (the Gluon kernel). On the host: run.py (a call), sequences.py, schedule.py
+and plan.py (decisions before the launch), call.py and launch.py (arguments of the kernels); registration.py (the
+operator in PyTorch's graphs). backward/ is the gradient, with a design record of its own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def ring_attention(
     query, key, value, out = run.heads_first(input_layout, query, key, value, out)
     query, key, value = library.autocast(query, key, value)
     lse: torch.Tensor | None
-    library.refuse_forward_mode(query=query, key=key, value=value)
+    library.refuse_transforms(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
         packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mkernel.bench.benchmark import Benchmark, Latency, Published
-from mkernel.bench.published import GPUS, NODES, RANKS
+from mkernel.bench.published import RANKS, gathered
 from mkernel.bench.timing import Link, time_ways
 from mkernel.operators import Shape
 from mkernel.ops.attention import explain, prepare, ring_attention
@@ -161,7 +161,7 @@ def error_of(
 
 def _traffic(size: int) -> tuple[float, float]:
     block = 2 * 4 * 16 * (size // RANKS) * 128 * 2
-    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+    return gathered(block)
 
 
 def _latency(group: Group, shape: Shape, dtype: torch.dtype) -> Latency:

@@ -10,6 +10,9 @@ OPTIONS = (
     Option("zigzag", "ring_attention: use the zigzag layout.", bench=True),
     Option("kv_heads", "ring_attention: number of key and value heads.", kind=int, default="heads"),
 )
+GLUON = Option(
+    "gluon", "ring_attention_backward: run its kernel for Hopper, which has not run on a GPU yet.", bench=True
+)
 
 register(
     Operator(
@@ -56,7 +59,7 @@ register(
             ),
             Signal("mkernel.ops.attention.kinds:PREPARED", "prepared", "the other CTAs of this rank to prepare rows"),
         ),
-        options=OPTIONS,
+        options=(*OPTIONS, GLUON),
         workload=f"{PACKAGE}.backward.workload:WORKLOAD",
         space=f"{PACKAGE}.backward.tuning:space",
         demo=f"{PACKAGE}.backward.demo:DEMO",

@@ -9,8 +9,8 @@ who does the work. A CTA has four kinds of warps:
 - Two warpgroups *attend*, each with 64 rows of the tile. A warpgroup starts the product that gives the scores of the
   next block before it multiplies the weights and values of this one. So its exponentials overlap with the tensor core
   work of the other warpgroup, and of its own values.
-- One warp *pushes*: it has the role `intra`, for this CTA's share of the chunks. No CTA is reserved for pushing. The
-  warp waits only for peers, never for a warp of its own CTA, and has the whole duration of the launch.
+- One warp *pushes* (hopper_push.py): it has the role `intra`, for this CTA's share of the chunks. No CTA is reserved
+  for pushing. The warp waits only for peers, never for a warp of its own CTA, and has the whole duration of the launch.
 
 Order of a tile's blocks: the first block of the rank's own keys (there always is one, because every row sees itself),
 then all blocks that need no mask, source by source, then those that do. So the long loop has no branch. A branch while
@@ -63,11 +63,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mkernel.lang.context import SIZE_WORD, Comm, current_epoch, rank_of, segment_of
-from mkernel.lang.device import prefetch
+from mkernel.lang.context import SIZE_WORD, Comm, current_epoch, rank_of
 from mkernel.lang.entries import announce
 from mkernel.lang.gluon_compat import async_store, reinterpret
-from mkernel.lang.layout import row_of
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, gave_up
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
@@ -84,9 +82,10 @@ from mkernel.ops.attention.hopper_load import (
     load,
     query_stages,
 )
-from mkernel.ops.attention.mask import is_seen, keys_below, rows_of, seen_by
-from mkernel.ops.attention.protocol import finish_task, slot_row, source_at
-from mkernel.ops.attention.transfer import intra, send
+from mkernel.ops.attention.hopper_push import copy_rows, push
+from mkernel.ops.attention.mask import keys_below, rows_of, seen_by
+from mkernel.ops.attention.protocol import finish_task, source_at
+from mkernel.ops.attention.transfer import send
 
 # Registers per thread: of the second warpgroup, and of the warps that load and push. The first warpgroup gets the rest,
 # which is as many as the second. 216 are enough for the loops without a mask; a rank without peers has more.
@@ -94,8 +93,6 @@ ATTEND_REGISTERS = gl.constexpr(216)
 COPY_REGISTERS = gl.constexpr(72)
 ATTEND_REGISTERS_ALONE = gl.constexpr(232)
 COPY_REGISTERS_ALONE = gl.constexpr(40)
-PUSHED = gl.constexpr(512)  # elements that the pushing warp loads at a time
-PREFETCHED = gl.constexpr(4)  # such loads between prefetch and load
 TURNS = gl.constexpr(14)  # the first of the named barriers, one per warpgroup, that say whose turn it is
 
 
@@ -128,48 +125,6 @@ def has_room_for_out(dim):
 def score_layout(tile_n):
     """The register layout of a warpgroup's scores, or of another product with tile_n columns."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tile_n, 16])
-
-
-@gluon.jit
-def _copy_rows(comm, call, source, chunk, row, height, STAGED: gl.constexpr):
-    """COPY_ROWS of transfer.py, for rows with contiguous elements, 16 bytes per thread. Rows are prefetched into L2
-    PREFETCHED steps ahead: a single warp has few bytes in flight, so its loads need a short latency."""
-    COPY: gl.constexpr = call.COPY if STAGED else PUSHED
-    DIM: gl.constexpr = call.DIM
-    DTYPE: gl.constexpr = source.pointer.dtype.element_ty
-    FIRST: gl.constexpr = 0 if STAGED else 1
-    PEERS: gl.constexpr = 1 if STAGED else comm.RANKS_PER_NODE - 1
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
-    rank = rank_of(comm.context)
-    base = rank // comm.RANKS_PER_NODE * comm.RANKS_PER_NODE
-    peers = gl.minimum(tl.load(comm.context + SIZE_WORD).to(gl.int32), PEERS)  # not unrolled: see hopper_load.load
-    line = gl.arange(0, COPY // 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * 64
-    for step in range(0, height, COPY // DIM):
-        ahead = gl.minimum(step + PREFETCHED * (COPY // DIM) + line // DIM, source.count - 1)
-        prefetch(source.pointer + (ahead.to(gl.int64) * source.row_stride + line % DIM))
-        i = step + gl.expand_dims(gl.arange(0, COPY // DIM, gl.SliceLayout(1, layout)), 1)
-        j = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, layout)), 0)
-        inside = (i < height) & (j < call.dim)
-        pointers = source.pointer + (i.to(gl.int64) * source.row_stride + j)
-        block = gl.load(pointers, mask=inside & (i < source.count), other=0.0)
-        for which in range(peers):
-            peer = base + (rank - base + FIRST + which) % comm.RANKS_PER_NODE
-            wanted = inside
-            if not STAGED:
-                wanted = inside & is_seen(call.mask, peer, chunk.source, chunk.key, chunk.height)
-            first = slot_row(comm, call.rounds, chunk.round_index, chunk.source, peer) + row
-            target = segment_of(comm.context, peer, DTYPE)
-            target += tl.multiple_of(row_of(call.rounds.slots, comm.epoch, first), 16)
-            gl.store(target + (i * call.dim + j), block, mask=wanted)
-
-
-@gluon.jit
-def _push(comm, call):
-    """The pushing warp: pushes this CTA's share of the rank's chunks to the node."""
-    cta = gl.program_id(0)
-    if comm.RANKS_PER_NODE > 1:
-        if (cta >= call.SENDERS) & (cta < call.SENDERS + call.INTRAS):
-            intra(comm, call, cta - call.SENDERS, call.INTRAS, _copy_rows)
 
 
 @gluon.jit
@@ -507,7 +462,7 @@ def _run(comm, call, descriptors):
         if cta == 0:
             announce(comm.context, comm.epoch, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
     if cta < call.SENDERS:
-        send(comm, call, cta, call.SENDERS, _copy_rows)
+        send(comm, call, cta, call.SENDERS, copy_rows)
 
     q = gl.allocate_shared_memory(DTYPE, [QUERIES * WARPGROUPS, ROWS, call.DIM], BLOCKS)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, call.TILE_N, call.DIM], BLOCKS)
@@ -527,7 +482,7 @@ def _run(comm, call, descriptors):
             (_attend, (comm, call, descriptors.out, shared, first, end, 0)),
             (_attend, (comm, call, descriptors.out, shared, first, end, 1)),
             (load, (comm, call, descriptors, shared, first, end)),
-            (_push, (comm, call)),
+            (push, (comm, call)),
         ],
         [4, 1, 1],
         [ATTEND, COPIES, COPIES],

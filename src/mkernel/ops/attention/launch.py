@@ -85,7 +85,7 @@ def launch(
 
 
 def mask_of(plan: Plan | BackwardPlan, rows: int, length: int) -> Mask:
-    """The mask of a call on a rank with so many queries and keys."""
+    """The mask of a call on a rank with this many queries and keys."""
     sequences = plan.sequences
     flags = constants(sequences.size, sequences.zigzag, sequences.causal, plan.spans is not None)
     if plan.places is None:
@@ -173,15 +173,17 @@ def _descriptor(plan: Plan, tensor: torch.Tensor, block: list[int]) -> Any:
         return plain
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # Gluon is imported only where it runs
 
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, _shared_layout(len(block)))
+    layout = shared_layout(len(block), tensor.dtype)
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
 
 
 @functools.cache
-def _shared_layout(rank: int) -> Any:
-    """The shared-memory layout of a block that wgmma reads."""
+def shared_layout(rank: int, dtype: torch.dtype) -> Any:
+    """The shared-memory layout of a block: of 16-bit floats as wgmma reads them, of fp32 as in memory."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+    swizzle = 128 if dtype.itemsize == 2 else 0
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=rank)
 
 
 def _hopper_kernel() -> Any:

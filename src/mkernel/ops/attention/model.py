@@ -17,8 +17,11 @@ Array = Any
 
 
 class Transfers:
-    """The roles that move keys and values. freed: when this rank's tasks of a round are done, so that others may write
-    to its slots."""
+    """The roles that move keys and values. They go as far ahead of the tasks as there are slots.
+
+    arrived: by round, when everything that this rank's tiles see is there. freed: when this rank's tasks of a round are
+    done, so that others may write to its slots. told: when the other nodes know.
+    """
 
     def __init__(self, engine: Engine, plan: Any, problem: Problem, *, by_warps: bool):
         self.engine, self.plan = engine, plan
@@ -29,35 +32,53 @@ class Transfers:
         self.rate = machine.warp_copy if by_warps else machine.copy
         rows = np.minimum(plan.part_rows - np.arange(plan.chunks) * c.chunk_rows, c.chunk_rows)
         self.sizes = rows * 2 * dim * problem.element
-        self.freed = np.zeros(plan.rounds)
+        self.arrived: list[float] = []
+        self.freed, self.told = np.zeros(plan.rounds), np.zeros(plan.rounds)
         received = np.array([plan.sequences.keys_sent(source, engine.rank) for source in range(engine.ranks)])
         self.own = received[engine.rank] / max(received.sum(), 1)  # of the keys that this rank's rows see
         self.seen: Array = received > 0
 
-    def transfer(self, index: int) -> float:
-        """The roles `send` and `intra` in one round. Returns when everything that this rank's tiles see is there."""
-        engine, plan, machine = self.engine, self.plan, self.engine.machine
+    def enter(self) -> None:
+        """Tell the other nodes that this rank has entered the launch, and move what there are slots for."""
+        self.entered = self.engine.start
+        if self.engine.nodes > 1:
+            self.entered = self.engine.post(self.ctas, 0, 0.0, np.arange(1, self.engine.nodes)).max()
+        for _ in range(min(self.plan.window, self.plan.rounds)):
+            self.transfer()
+
+    def free(self, index: int, last: int) -> None:
+        """The slots of a round are free again, for another one. last: the CTA that has done the last task of it, which
+        tells the others."""
+        if self.engine.ranks == 1:
+            return
+        if index + self.plan.window < self.plan.rounds:
+            if self.engine.nodes > 1:
+                self.told[index] = self.engine.post(self.ctas, last, 0.0, np.arange(1, self.engine.nodes)).max()
+            self.transfer()
+
+    def transfer(self) -> None:
+        """The roles `send` and `intra` in the next round."""
+        engine, plan, index = self.engine, self.plan, len(self.arrived)
         nodes, chunks = engine.nodes, plan.chunks
+        if engine.ranks == 1:
+            self.arrived.append(0.0)
+            return
         landed = np.full((nodes, chunks), engine.start)
-        free = self.freed[index - plan.window] if index >= plan.window else 0.0
         if nodes > 1:
+            told = self.told[index - plan.window] if index >= plan.window else self.entered
             step = plan.config.send_ctas
             for first in range(step):
-                self.ctas.wait(free + machine.network_seconds, "slots", slice(first, first + 1))
+                self.ctas.wait(told, "slots", slice(first, first + 1))
                 for chunk in range((first - index * chunks) % step, chunks, step):
                     landed[:, chunk] = self.send(first, chunk)
-        return self.push(index, landed, free)
+        self.arrived.append(self.push(index, landed, self.freed[index - plan.window] if index >= plan.window else 0.0))
 
     def send(self, lane: int, chunk: int) -> Array:
         """Stage a chunk and post it to all other nodes. Returns when that of the counterpart in the node so many before
         this one arrives."""
-        machine, nodes = self.engine.machine, self.engine.nodes
         which = slice(lane, lane + 1)
-        self.ctas.work(self.sizes[chunk] / machine.copy, "copy", which)
-        offsets = np.arange(1, nodes)
-        posted = self.ctas.clock[lane] + machine.post_seconds * offsets
-        accepted, arrived = self.engine.network.send(posted, self.sizes[chunk], offsets)
-        self.ctas.wait(accepted.max(), "the network", which)
+        self.ctas.work(self.sizes[chunk] / self.engine.machine.copy, "copy", which, index=chunk)
+        arrived = self.engine.post(self.ctas, lane, self.sizes[chunk], np.arange(1, self.engine.nodes))
         return np.concatenate([[self.engine.start], arrived])
 
     def push(self, index: int, landed: Array, free: float) -> float:
@@ -79,7 +100,7 @@ class Transfers:
             self.pushers.wait(np.full(len(item), free + machine.nvlink_seconds), "slots", which)
             self.pushers.wait(landed[source, chunk], "the network", which)
             size = self.sizes[chunk] * (gpus - 1)
-            self.pushers.work(size / self.rate, "copy", which)
+            self.pushers.work(size / self.rate, "copy", which, index=chunk)
             self.pushers.wait(engine.nvlink.carry(self.pushers.clock[which], size), "NVLink", which)
             times = np.where(needed[source], self.pushers.clock[which] + machine.nvlink_seconds, 0.0)
             arrived = max(arrived, float(times.max()))
@@ -98,24 +119,29 @@ class _Ring(Transfers):
 
     def run(self) -> None:
         tiles = self.tiles_of_rounds()
+        self.enter()
         for index in range(self.plan.rounds):
-            arrived = self.transfer(index) if self.engine.ranks > 1 else 0.0
-            for lanes, costs in tiles[index]:
+            arrived, last = self.arrived[index], 0
+            for lanes, entries, costs in tiles[index]:
                 seconds = (costs + 1) * self.block_seconds
                 own = seconds * self.own
-                self.ctas.work(own, "attend", lanes)
+                self.ctas.work(own, "attend", lanes, index=entries)
                 self.ctas.wait(arrived, "keys", lanes)
-                self.ctas.work(seconds - own, "attend", lanes)
-                self.freed[index] = max(self.freed[index], float(self.ctas.clock[lanes].max()))
+                self.ctas.work(seconds - own, "attend", lanes, index=entries)
+                latest = lanes[np.argmax(self.ctas.clock[lanes])]
+                if self.ctas.clock[latest] > self.freed[index]:
+                    self.freed[index], last = self.ctas.clock[latest], int(latest)
             self.freed[index] = max(self.freed[index], arrived)
+            self.free(index, last)
 
-    def tiles_of_rounds(self) -> list[list[tuple[Array, Array]]]:
-        """For each round, what the CTAs compute: the n-th tile of each CTA that has so many, and their key blocks."""
+    def tiles_of_rounds(self) -> list[list[tuple[Array, Array, Array]]]:
+        """For each round, what the CTAs compute: (CTAs, entries of the schedule, key blocks) of the n-th tile of each
+        CTA that has one."""
         words = self.plan.schedule.numpy()
         ctas = self.plan.config.ctas
         starts, lists = words[: ctas + 1], words % SYNC_MARK
         tiles = (len(words) - ctas - 1) // self.plan.rounds  # of a round
-        found: list[list[tuple[Array, Array]]] = [[] for _ in range(self.plan.rounds)]
+        found: list[list[tuple[Array, Array, Array]]] = [[] for _ in range(self.plan.rounds)]
         lane = np.repeat(np.arange(ctas), np.diff(starts))
         work = lists[ctas + 1 :]
         order = np.lexsort((np.arange(len(work)), lane, work // tiles))
@@ -126,7 +152,7 @@ class _Ring(Transfers):
             for i in range(int(nth.max(initial=-1)) + 1):
                 chosen = nth == i
                 costs = self.costs[work[part[chosen]] % len(self.costs)] / self.plan.parts
-                found[index].append((owners[chosen], costs))
+                found[index].append((owners[chosen], ctas + 1 + part[chosen], costs))
         return found
 
 

@@ -66,7 +66,7 @@ class Plan:
         head = (
             f"ring_attention: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
             f"({c.send_ctas} send, {c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of "
-            f"{c.chunk_rows} keys, room for {self.window} rounds"
+            f"{c.chunk_rows} keys, slots for {self.window} rounds"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
@@ -245,8 +245,8 @@ def _team(work: _Work, ctas: int) -> int:
 
 def pairs_pay(group: Group, costs: list[int], window: int, ctas: int) -> bool:
     """Whether CTAs should take the tiles of a unit in pairs. costs: of all of them. Pairs occupy half as many CTAs for
-    as long as two tiles take, and there is room for `window` units at a time. With fewer nodes than MANY_NODES they do:
-    that is what was measured."""
+    as long as two tiles take, and the buffer has slots for `window` units at a time. With fewer nodes than MANY_NODES,
+    CTAs always take pairs: that is what was measured."""
     if group.nodes < MANY_NODES or len(costs) < 2:
         return True
     ordered = sorted(costs)
@@ -317,7 +317,7 @@ def plan(
     if size > 1:
         mib = window * slots * part_rows * 2 * width * element / 2**20
         reasons.append(
-            f"the buffer for other ranks' keys and values takes {mib:.3g} MiB: room for {window} of {rounds} rounds"
+            f"the buffer for other ranks' keys and values takes {mib:.3g} MiB: slots for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, its state is kept in between" if parts > 1 else "")
         )
     tile_m = HOPPER_TILE_M if hopper else tiles.tile_m
@@ -329,8 +329,8 @@ def plan(
         reasons.append(f"{team} CTAs share the keys of each of the {work.tiles} tiles, and the last one merges")
     if gpus > 1:
         reasons.append(
-            f"{resolved.intra_ctas} CTAs push {work.pushed} bytes over NVLink: estimated {push_seconds * 1e3:.3g} ms, "
-            f"during {work.compute_seconds * 1e3:.3g} ms of compute"
+            f"{work.pushed} bytes are pushed over NVLink by {planning.count_of_ctas(resolved.intra_ctas)}: estimated "
+            f"{push_seconds * 1e3:.3g} ms, during {work.compute_seconds * 1e3:.3g} ms of compute"
         )
     planning.check_tile(
         resolved,

@@ -131,7 +131,7 @@ def intra(comm, call, first, step, COPY_ROWS: tl.constexpr):
                 peer = base + (rank + i) % comm.RANKS_PER_NODE
                 if is_seen(call.mask, peer, source, chunk.key, chunk.height):
                     if call.rounds.PACED:
-                        _pace_chunk(comm, call, chunk)
+                        _wait_paced_chunk(comm, call, chunk)
                     notify_chunk(comm, call.rounds, chunk, peer)
             if call.rounds.CREDITS and SEVERAL_NODES:
                 if source != rank:
@@ -153,7 +153,7 @@ def _forward(comm, call, chunk, COPY_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _pace_chunk(comm, call, chunk):
+def _wait_paced_chunk(comm, call, chunk):
     """Wait until the emulated link would have transferred a chunk."""
     ELEMENT: tl.constexpr = call.k.pointer.dtype.element_ty.primitive_bitwidth // 8
     size = chunk.height.to(tl.int64) * (call.k.columns + call.v.columns) * ELEMENT

@@ -11,8 +11,8 @@ Six operators, each one persistent kernel per rank:
 - `scaled_moe_ffn` (scaled_ffn.py) does so in fp8.
 
 The docstring of each of these modules is its design record: what it computes, which CTA does what, why buffers can be
-reused, why it cannot deadlock, and what it costs. backward.py is that of the gradients. The operators share the modules
-below, listed in the order in which a call uses them:
+reused, why it cannot deadlock, and what it costs. backward.py is that of the gradients, with scaled_registration.py for
+operators in fp8. The operators share the modules below, listed in the order in which a call uses them:
 
 - sizes.py: numbers of tokens, experts and rows, and what the ranks agree on before they launch.
 - arguments.py: checks of arguments. plan.py: tiles, chunks and CTAs of each role.
@@ -25,7 +25,7 @@ below, listed in the order in which a call uses them:
 - grouped.py: a tile of the grouped GEMM.
 - reduction.py: the three steps of a combine. pieces.py: the combine of moe_ffn.
 
-Only backward passes use these: redispatch.py, which moves rows along the routing of an earlier dispatch;
+Only backward passes use these: redispatch.py, which moves rows with the routing of an earlier dispatch;
 grouped_matmul.py, a grouped GEMM of rows in place; weight_grad.py, one that reduces over the rows of an expert;
 bias_grad.py, sums of them; and gradient_rows.py, what is done row by row. training.py has the forward passes that keep
 what backward passes need; layer.py and halves.py have the public functions, and registration.py and

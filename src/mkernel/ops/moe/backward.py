@@ -139,18 +139,22 @@ def moe_dispatch_matmul_backward(
     group: Group,
     kept: torch.Tensor | None = None,
     needed: Needed = (True, False),
+    frozen: bool = False,
 ) -> tuple[torch.Tensor, Gradient, Gradient]:
     """The gradients of moe_dispatch_matmul: of x, w and the bias. dy: the gradient of its rows; what is beyond the sum
     of their counts is not used. kept: the rows of x, if the forward pass has kept them. needed: whether this rank needs
-    the gradients of w and of the bias."""
-    _agree(group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None)
-    rows = redispatch(group, handle, x).rows if kept is None else kept
+    the gradients of w and of the bias. frozen: no rank needs that of w, and so nobody the rows of x."""
+    _agree(group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None, frozen=frozen)
+    rows = redispatch(group, handle, x).rows if kept is None and not frozen else kept
     # where descriptors can read it, for both products
     stride = row_stride_of(dy.shape[1], dy.dtype)
-    gradient = dy.new_empty(ROWS_BEFORE + len(rows), stride)[ROWS_BEFORE:, : dy.shape[1]]
+    gradient = dy.new_empty(ROWS_BEFORE + max(handle.capacity, 1), stride)[ROWS_BEFORE:, : dy.shape[1]]
     gradient[: len(dy)].copy_(dy)
     context = _context(group, handle, x)
-    dw = _weight_gradient(group, context, handle, rows, gradient, w) if needed[0] else None
+    dw = None
+    if needed[0]:
+        assert rows is not None
+        dw = _weight_gradient(group, context, handle, rows, gradient, w)
     dbias = _bias_gradient(group, context, handle, gradient, None) if needed[1] else None
     return _token_gradient(group, context, handle, handle.tables.placed, gradient, w), dw, dbias
 

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from mkernel.bench.benchmark import Benchmark, Latency, Published
 from mkernel.bench.problems import worst_of
-from mkernel.bench.published import GPUS, NODES, RANKS
+from mkernel.bench.published import GPUS_PER_NODE, NODES, RANKS
 from mkernel.bench.timing import Link, time_ways
 from mkernel.operators import Shape
 from mkernel.ops.moe import dispatch_matmul as dispatch_op
@@ -379,8 +379,8 @@ def ffn_error(inputs: Tokens, everyones: Iterable[tuple[torch.Tensor, torch.Tens
 def _traffic(tokens: int) -> tuple[float, float]:
     """Top 8 of 256 experts: a token moves once to each rank that has one of them, and crosses the network once."""
     sent = tokens / RANKS * 7168 * 2
-    ranks = GPUS * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
-    return NODES * ranks * (GPUS - 1) / GPUS * sent, (1 - 0.5**8) * sent
+    ranks = GPUS_PER_NODE * (1 - (1 - 1 / RANKS) ** 8)  # of a node, on average
+    return NODES * ranks * (GPUS_PER_NODE - 1) / GPUS_PER_NODE * sent, (1 - 0.5**8) * sent
 
 
 def _traffic_of_ffn(tokens: int) -> tuple[float, float]:

@@ -41,6 +41,7 @@ from mkernel.lang.context import Comm, Ranks, current_epoch
 from mkernel.lang.matrix import Block
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, gave_up
+from mkernel.ops import library
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_weights
 from mkernel.ops.moe.dispatch import fill_with_nan
@@ -54,7 +55,7 @@ from mkernel.ops.moe.protocol import (
     wait_node_entered,
     wait_other_nodes_entered,
 )
-from mkernel.ops.moe.reduction import Combine, collect_chunk, combine_order, relay_chunk, sum_chunk
+from mkernel.ops.moe.reduction import collect_chunk, combine_of, combine_order, relay_chunk, sum_chunk
 from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
@@ -148,15 +149,7 @@ def _launch(
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
     tables = Tables(*(getattr(handle.tables, name) if name in KEPT else None for name in Tables._fields))
-    combine = Combine(
-        y=Block(y, y.stride(0), y.stride(1)),
-        out=Block(out, out.stride(0), out.stride(1)),
-        columns=y.shape[1],
-        partial=memory.buffer_in(workspace, "partial"),
-        send=memory.buffer_in(workspace, "combine_send"),
-        recv=memory.buffer_in(workspace, "combine_recv"),
-        **protocol.copies_of(group, plan.copy_bytes, y.dtype),
-    )
+    combine = combine_of(group, memory, workspace, y, out, plan.copy_bytes)
     return Launch(
         op="moe_combine",
         group=group,
@@ -179,10 +172,15 @@ def _launch(
     )
 
 
-def check_handle(handle: Any) -> None:
-    """Reject anything but a handle."""
+def check_handle(handle: Any, group: Any, topk_weights: torch.Tensor) -> None:
+    """Reject anything but a handle of this group, and weights that are not those of its tokens. While a graph is
+    traced, groups are names, of which a group can have several; then the sizes of the groups are compared."""
     if not isinstance(handle, Handle):
         raise ArgumentError(f"handle must be the handle that a dispatch returned; got {type(handle).__name__}")
+    named = isinstance(group, str) or isinstance(handle.group, str)
+    if library.size_of(handle.group) != library.size_of(group) if named else handle.group is not group:
+        raise ArgumentError("handle comes from a dispatch on another group: pass the group of the dispatch")
+    check_weights(topk_weights, handle.tokens, handle.numbers[0])
 
 
 def _check(
@@ -191,11 +189,9 @@ def _check(
 ) -> None:  # fmt: skip
     """Reject arguments that cannot be computed with; the error names the argument and the rule."""
     planning.check_given(config)
-    check_handle(handle)
-    if handle.group is not group:
-        raise ArgumentError("handle comes from a dispatch on another group: pass the group of the dispatch")
     check_tensor("moe_combine", group, "y", y)
     check_tensor("moe_combine", group, "topk_weights", topk_weights)
+    check_handle(handle, group, topk_weights)
     if y.dtype not in DTYPES:
         raise ArgumentError(f"y has dtype {y.dtype}; supported are {', '.join(str(d) for d in DTYPES)}")
     if y.shape[0] != handle.capacity or y.shape[1] < 1:
@@ -203,7 +199,6 @@ def _check(
             f"y is {tuple(y.shape)}, but must have all {handle.capacity} rows of the dispatch (its capacity), "
             f"and at least 1 column"
         )
-    check_weights(topk_weights, handle.sizes.tokens, handle.sizes.k)
     if out is not None:
         check_tensor("moe_combine", group, "out", out)
         inputs = dict(y=y, topk_weights=topk_weights) | {

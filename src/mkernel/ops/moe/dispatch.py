@@ -16,8 +16,9 @@ of them are packed once `counted` is set.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -30,7 +31,8 @@ from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.signals import notify
 from mkernel.lang.trace import GATHER, PUSH_CHUNK, SEND_CHUNK, trace, trace_time
-from mkernel.ops.moe.packing import pack_tokens
+from mkernel.ops.moe import protocol
+from mkernel.ops.moe.packing import Packed, pack_tokens
 from mkernel.ops.moe.protocol import (
     TOKENS,
     announce,
@@ -61,8 +63,11 @@ from mkernel.ops.moe.routing import (
     wait_routing,
 )
 from mkernel.ops.moe.schedule import schedule_blocks
-from mkernel.runtime.config import Settings
-from mkernel.runtime.operands import named_constants
+from mkernel.runtime.operands import constants, named_constants
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group, Workspace
+    from mkernel.runtime.layout import Layout
 
 
 class Roles(NamedTuple):
@@ -95,26 +100,47 @@ class Dispatch(NamedTuple):
     GROUP: Any  # blocks per group, approximately
     COUNTERS: Any  # counters per block
     COMBINES: Any  # the launch also combines: weights are published, and `settled` is signalled for each chunk
-    row_weights: Any  # along a known routing: pointer to [row], where the published weight of each row goes; or None
+    row_weights: Any  # with a known routing: pointer to [row], where the published weight of each row goes; or None
     packing: Any  # Packing; None unless PACKS
     PACKS: Any  # tokens are in fp8, and travel with their scales (packing.py)
     KNOWN: Any  # the routing is that of an earlier launch, which has written the tables
 
 
-def dispatch_constants(
-    config: Settings, counters: int, *, combines: bool = False, known: bool = False, row_weights: Any = None,
-    packing: Any = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The last fields of `Dispatch`."""
-    constants = named_constants(
-        TILE_M=config.tile_m,
-        GROUP=config.group_m,
-        COUNTERS=counters,
-        COMBINES=combines,
-        KNOWN=known,
-        PACKS=packing is not None,
+def dispatch_of(
+    group: Group, plan: Any, memory: Layout, workspace: Workspace, x: torch.Tensor, rows: torch.Tensor, *,
+    ids: torch.Tensor | None = None, weights: torch.Tensor | None = None, packed: Packed | None = None,
+    row_weights: torch.Tensor | None = None, counters: int = 1, combines: bool = False,
+) -> Dispatch:  # fmt: skip
+    """The `Dispatch` of a launch. plan: has a configuration and `Copying`. rows: of this rank's experts. ids: None if
+    the routing is that of an earlier launch."""
+    c, copying = plan.config, plan.copying
+    return Dispatch(
+        x=strided_block(x),
+        ids=None if ids is None else strided_block(ids),
+        weights=None if weights is None else strided_block(weights),
+        rows=Block(rows, rows.stride(0), 1),
+        hidden=x.shape[1] if packed is None else constants(packed.words)[0],
+        staged=memory.buffer_in(workspace, "staged"),
+        send=memory.buffer_in(workspace, "send"),
+        recv=memory.buffer_in(workspace, "recv"),
+        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
+        **protocol.copies_of(group, c.copy_bytes, rows.dtype),
+        row_weights=row_weights,
+        packing=None if packed is None else packed.packing(),
+        **named_constants(
+            TILE_M=c.tile_m,
+            GROUP=c.group_m,
+            COUNTERS=counters,
+            COMBINES=combines,
+            PACKS=packed is not None,
+            KNOWN=ids is None,
+        ),
     )
-    return dict(constants, row_weights=row_weights, packing=packing)
+
+
+def strided_block(x: torch.Tensor) -> Block:
+    """A matrix of the caller's, as kernels read it."""
+    return Block(x, x.stride(0), x.stride(1))
 
 
 @triton.jit
@@ -136,7 +162,7 @@ def _copy_tokens(dispatch, origin, target, token, end, numbers):
 
 @triton.jit
 def _stage_tokens(comm, routing, dispatch, batch, first, step):
-    """Copy this rank's tokens to where the ranks of its node can fetch them; packed, if they are to travel so. This
+    """Copy this rank's tokens to where the ranks of its node can fetch them; packed, if they are sent packed. This
     needs no routing table, so it overlaps with the exchange of the tables."""
     DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     rank = rank_of(comm.context)
@@ -363,7 +389,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
 
 @triton.jit
 def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
-    """`_place_chunk` along a known routing: the tables say already where rows go. Also stores the weights of the rows,
+    """`_place_chunk` with a known routing: the tables say already where rows go. Also stores the weights of the rows,
     if they were published."""
     K: tl.constexpr = routing.K
     tables = routing.tables
@@ -445,7 +471,7 @@ def _place_tokens(comm, routing, dispatch, batch, worker):
 
 @triton.jit
 def _wait_tables(comm, batch):
-    """Along a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
+    """With a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
     gave up."""
     return wait_routing(comm, batch.signals, COMPUTE)
 
@@ -454,7 +480,7 @@ def _wait_tables(comm, batch):
 def dispatch_tokens(comm, routing, dispatch, batch):
     """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
     then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
-    schedule is complete. Along a known routing, nobody counts, and neither signal is set."""
+    schedule is complete. With a known routing, nobody counts, and neither signal is set."""
     SENDERS: tl.constexpr = dispatch.roles.SENDERS
     cta = tl.program_id(0)
     rank = rank_of(comm.context)

@@ -75,12 +75,11 @@ from mkernel.lang.roles import take
 from mkernel.lang.signals import finish
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_save, check_tokens
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.dispatch import dispatch_of, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
-    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -156,22 +155,10 @@ def launch_of(
     """The launch that carries out a plan. Collective if the workspace must grow. packed: tokens and matrices in fp8;
     then rows are packed tokens."""
     workspace = memory.workspace(group)
-    c, sizes, copying = plan.config, plan.sizes, plan.copying
+    c, sizes = plan.config, plan.sizes
     _, hidden, n = w.shape
     elements = rows if packed is None else packed.rows(rows)
-    dispatch = Dispatch(
-        x=Block(x, x.stride(0), x.stride(1)),
-        ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
-        weights=None,
-        rows=Block(rows, plan.row_stride, 1),
-        hidden=hidden if packed is None else constants(packed.words)[0],
-        staged=memory.buffer_in(workspace, "staged"),
-        send=memory.buffer_in(workspace, "send"),
-        recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, rows.dtype),
-        **dispatch_constants(c, counters=1, packing=None if packed is None else packed.packing()),
-    )
+    dispatch = dispatch_of(group, plan, memory, workspace, x, rows, ids=topk_ids, packed=packed)
     gemm = Gemm(
         w_strides=plan.weights.strides(w),
         y_rows=Block(y, y.stride(0), 1),
@@ -277,7 +264,7 @@ def prepare_kept(
 ) -> tuple[Launch, torch.Tensor, Handle, torch.Tensor]:  # fmt: skip
     """The same, with the rows that are multiplied, for a backward pass if they are kept. keep: see backward.py."""
     config = choose(group, x, topk_ids, w, sizes.max_tokens, config)
-    key = ("moe_dispatch_matmul", layout(x), WeightLayout.of(w), w.shape, sizes, config, matmul_precision(x.dtype))
+    key = ("moe_dispatch_matmul", layout(x), layout(topk_ids), layout(w), sizes, config, matmul_precision(x.dtype))
     decided = group.planned(key, lambda: plan_dispatch(group, x, w, sizes, config))
     memory = protocol.layout("moe_dispatch_matmul", sizes, x.dtype, decided.row_stride, dispatches=True)
     tile_m, before = decided.config.tile_m, ROWS_BEFORE if keep == "activations" else 0

@@ -30,11 +30,10 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, Ranks, current_epoch
-from mkernel.lang.matrix import Block
 from mkernel.lang.signals import finish
 from mkernel.ops.moe import protocol, redispatch
 from mkernel.ops.moe.arguments import check_bounds, check_config, check_experts, check_tokens
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.dispatch import dispatch_of, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.handle import Handle, new_handle
 from mkernel.ops.moe.plan import Allocation, RowsPlan, bytes_of, bytes_of_tables, plan_rows
 from mkernel.ops.moe.protocol import Batch, decode
@@ -81,20 +80,8 @@ def _launch(
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
-    c, copying = plan.config, plan.copying
-    dispatch = Dispatch(
-        x=Block(x, x.stride(0), x.stride(1)),
-        ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
-        weights=None,
-        rows=Block(rows, plan.row_stride, 1),
-        hidden=x.shape[1],
-        staged=memory.buffer_in(workspace, "staged"),
-        send=memory.buffer_in(workspace, "send"),
-        recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dispatch_constants(c, counters=1),
-    )
+    c = plan.config
+    dispatch = dispatch_of(group, plan, memory, workspace, x, rows, ids=topk_ids)
     return Launch(
         op=OP,
         group=group,
@@ -172,7 +159,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, x, topk_ids, sizes.experts, sizes.max_tokens, config)
-    key = (OP, layout(x), sizes, config)
+    key = (OP, layout(x), layout(topk_ids), sizes, config)
     decided = group.planned(key, lambda: plan_rows(group, x, sizes, config))
     memory = protocol.layout(redispatch.OP, sizes, x.dtype, decided.row_stride, dispatches=True)
     shape = (max(sizes.capacity, 1), row_stride_of(x.shape[1], x.dtype))

@@ -72,11 +72,10 @@ from mkernel.lang.signals import finish, wait_again
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.arguments import check_activation, check_ffn, check_save
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.dispatch import dispatch_of, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Biases,
-    WeightLayout,
     Weights,
     bias_block,
     biased,
@@ -100,7 +99,7 @@ from mkernel.ops.moe.packing import PackedLayer
 from mkernel.ops.moe.pieces import COUNTERS, DONE, GATED, combine_pieces
 from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
 from mkernel.ops.moe.protocol import Batch, decode
-from mkernel.ops.moe.reduction import Combine
+from mkernel.ops.moe.reduction import combine_of
 from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, PIECES_TAKEN, TILES_TAKEN, routing_of
 from mkernel.ops.moe.schedule import wait_scheduled
 from mkernel.ops.moe.sizes import Sizes, capacity_of, row_stride_of, sized, slots_of
@@ -325,24 +324,15 @@ def launch_of(
     """The launch that carries out a plan. Collective if the workspace must grow. packed: tokens and matrices in fp8;
     then rows are packed tokens."""
     workspace = memory.workspace(group)
-    c, sizes, copying = plan.config, plan.sizes, plan.copying
+    c, sizes = plan.config, plan.sizes
     _, inter, hidden = w_down.shape
     rows, inner, y, pre, inner_scales = own
     elements = rows if packed is None else packed.x.rows(rows)
     half = c.tile_n // 2 if packed is None else SIDE
-    dispatch = Dispatch(
-        x=Block(x, x.stride(0), x.stride(1)),
-        ids=Block(topk_ids, topk_ids.stride(0), topk_ids.stride(1)),
-        weights=Block(topk_weights, topk_weights.stride(0), topk_weights.stride(1)),
-        rows=Block(rows, rows.stride(0), 1),
-        hidden=hidden if packed is None else constants(packed.x.words)[0],
-        staged=memory.buffer_in(workspace, "staged"),
-        send=memory.buffer_in(workspace, "send"),
-        recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, rows.dtype),
-        **dispatch_constants(c, COUNTERS.value, combines=True, packing=None if packed is None else packed.x.packing()),
-    )
+    dispatch = dispatch_of(
+        group, plan, memory, workspace, x, rows, ids=topk_ids, weights=topk_weights,
+        packed=None if packed is None else packed.x, counters=COUNTERS.value, combines=True,
+    )  # fmt: skip
     gemms = Gemms(
         gate_up_strides=plan.gate_up.strides(w_gate_up),
         down_strides=plan.down.strides(w_down),
@@ -358,15 +348,7 @@ def launch_of(
         tiling=Tiling(*constants(c.tile_m, c.tile_n, c.tile_k, c.group_m, plan.precision)),
         **named_constants(SCALED=packed is not None, ACTIVATION=activation, HALF=half),
     )
-    combine = Combine(
-        y=Block(y, y.stride(0), 1),
-        out=Block(out, out.stride(0), out.stride(1)),
-        columns=hidden,
-        partial=memory.buffer_in(workspace, "partial"),
-        send=memory.buffer_in(workspace, "combine_send"),
-        recv=memory.buffer_in(workspace, "combine_recv"),
-        **protocol.copies_of(group, c.copy_bytes // 4, y.dtype),
-    )
+    combine = combine_of(group, memory, workspace, y, out, c.copy_bytes // 4)
     return Launch(
         op=plan.op,
         group=group,
@@ -505,8 +487,8 @@ def prepare_kept(
     """The same, with the handle of its routing and its memory, for a backward pass. keep: see backward.py."""
     config = choose(group, x, topk_ids, w_down, sizes.max_tokens, config)
     key = (
-        "moe_ffn", layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up),
-        WeightLayout.of(w_down), w_down.shape, sizes, config, matmul_precision(x.dtype),
+        "moe_ffn", layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down),
+        sizes, config, matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(key, lambda: plan_ffn(group, x, w_gate_up, w_down, sizes, config))
     memory = protocol.layout("moe_ffn", sizes, x.dtype, decided.row_stride, dispatches=True, combines=True)

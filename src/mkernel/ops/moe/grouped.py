@@ -352,7 +352,7 @@ def wait_placed(context, counter, rows, block):
 
 @triton.jit
 def _is_tall(rows, M: tl.constexpr, SHORT_M: tl.constexpr):
-    """Whether so many rows need a tile of the full height."""
+    """Whether this many rows need a tile of the full height."""
     return rows > (SHORT_M if SHORT_M < M else 0)
 
 

@@ -74,7 +74,7 @@ def moe_dispatch_matmul(
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     check_save(save)
     x, w, bias = library.autocast(x, w, bias)
-    library.refuse_forward_mode(x=x, w=w, bias=bias)
+    library.refuse_transforms(x=x, w=w, bias=bias)
     if not library.needs_dispatcher(x, topk_ids, w, bias):
         return dispatch_matmul.moe_dispatch_matmul(
             x, topk_ids, w, group=group, bias=bias, capacity=capacity, max_tokens=max_tokens, config=config
@@ -88,7 +88,7 @@ def moe_dispatch_matmul(
         x, topk_ids, w, bias, name, list(numbers), activations, library.encoded(config)
     )
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 
@@ -127,7 +127,7 @@ def moe_dispatch(
         CommTimeout: a peer did not arrive within the group's timeout; likewise.
     """
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x)
+    library.refuse_transforms(x=x)
     if not library.needs_dispatcher(x, topk_ids):
         return dispatch_rows.moe_dispatch(
             x, topk_ids, experts, group=group, capacity=capacity, max_tokens=max_tokens, config=config
@@ -140,7 +140,7 @@ def moe_dispatch(
         x, topk_ids, library.name_of(group), list(numbers), library.encoded(config)
     )
     if isinstance(group, str):
-        return rows, traced_handle(group, library.size_of(group), tables, numbers)
+        return rows, traced_handle(group, tables, x.shape[0], numbers)
     return rows, handle_in(group, tables, x.shape[0], numbers)
 
 
@@ -178,10 +178,10 @@ def moe_combine(
         ArgumentError: before anything is launched.
         CommTimeout: a peer did not arrive within the group's timeout.
     """
-    library.refuse_forward_mode(y=y, topk_weights=topk_weights)
+    library.refuse_transforms(y=y, topk_weights=topk_weights)
     if not library.needs_dispatcher(y, topk_weights, out):
         return combine.moe_combine(y, handle, topk_weights, group=group, out=out, config=config)
-    check_handle(handle)
+    check_handle(handle, group, topk_weights)
     library.refuse_out_with_gradients(out, y, topk_weights)
     given = (y, handle.memory, topk_weights, library.name_of(group), list(handle.numbers), library.encoded(config))
     if out is None:

@@ -36,6 +36,7 @@ class Handle:
     # the handle can be restored from these: experts per token, experts of this rank, capacity, bound on the tokens of
     # any rank, tokens per chunk, rows of a block
     numbers: tuple[int, ...]
+    tokens: int  # of this rank; symbolic while a graph is traced
     known_sizes: Sizes | None  # None while a graph is traced
 
     @property
@@ -52,7 +53,9 @@ class Handle:
         return self.known_sizes
 
 
-def _handle(group: Any, world_size: int, memory: torch.Tensor, numbers: Sequence[int], sizes: Sizes | None) -> Handle:
+def _handle(
+    group: Any, world_size: int, memory: torch.Tensor, numbers: Sequence[int], tokens: int, sizes: Sizes | None
+) -> Handle:
     k, experts, capacity, max_tokens = numbers[:4]
     tables = tables_in(memory, world_size, max_tokens, k, experts, capacity)
     return Handle(
@@ -63,6 +66,7 @@ def _handle(group: Any, world_size: int, memory: torch.Tensor, numbers: Sequence
         memory=memory,
         tables=tables,
         numbers=tuple(numbers),
+        tokens=tokens,
         known_sizes=sizes,
     )
 
@@ -94,16 +98,16 @@ def new_handle(group: Group, sizes: Sizes, tile_m: int) -> Handle:
     """The handle of a dispatch that is about to write its tables."""
     words = table_words(sizes.world_size, sizes.max_tokens, sizes.k, sizes.experts, sizes.capacity)
     memory = group.world.memory.empty(group.world_rank, (words,), torch.float32).view(torch.int32)
-    return _handle(group, sizes.world_size, memory, numbers_of(sizes, tile_m), sizes)
+    return _handle(group, sizes.world_size, memory, numbers_of(sizes, tile_m), sizes.tokens, sizes)
 
 
 def handle_in(group: Group, memory: torch.Tensor, tokens: int, numbers: Sequence[int]) -> Handle:
     """The handle of a dispatch that has written its tables to this memory. tokens: of this rank."""
     k, experts, capacity, max_tokens, chunk_rows, _ = numbers
     sizes = Sizes(group.size, group.gpus_per_node, tokens, max_tokens, k, experts, capacity, chunk_rows)
-    return _handle(group, group.size, memory, numbers, sizes)
+    return _handle(group, group.size, memory, numbers, tokens, sizes)
 
 
-def traced_handle(group: str, world_size: int, memory: torch.Tensor, numbers: Sequence[int]) -> Handle:
+def traced_handle(group: str, memory: torch.Tensor, tokens: int, numbers: Sequence[int]) -> Handle:
     """The handle of a dispatch in a graph that is being traced."""
-    return _handle(group, world_size, memory, numbers, None)
+    return _handle(group, library.size_of(group), memory, numbers, tokens, None)

@@ -76,7 +76,7 @@ def moe_ffn(
     tensors = dict(
         x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, b_gate_up=b_gate_up, b_down=b_down
     )
-    library.refuse_forward_mode(**tensors)
+    library.refuse_transforms(**tensors)
     if not library.needs_dispatcher(*tensors.values(), topk_ids, out):
         return ffn.moe_ffn(
             x, topk_ids, topk_weights, w_gate_up, w_down, group=group, b_gate_up=b_gate_up, b_down=b_down,

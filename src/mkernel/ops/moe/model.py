@@ -16,13 +16,14 @@ import numpy as np
 
 from mkernel.ops.moe import peer
 from mkernel.ops.moe.plan import DispatchPlan, FfnPlan
+from mkernel.ops.moe.protocol import HEADER
 from mkernel.ops.moe.schedule import MOST_BINS
 from mkernel.ops.moe.workload import EXPERTS, SLOTS
 from mkernel.scale.engine import Engine, Lanes
 from mkernel.scale.model import Model, Problem, Timed, Work
 
 Array = Any
-ID_BYTES = 4
+WORD = 4  # bytes of an id or a weight
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,29 @@ class _Dispatch:
 
     def route(self) -> None:
         """Stage tokens and exchange the tables of ids; then every rank counts all of them."""
-        engine, machine, routed = self.engine, self.engine.machine, self.routed
-        ctas, count = self.ctas, self.plan.config.ctas
-        table = routed.tokens * routed.topk * ID_BYTES
+        engine, machine, routed, ctas = self.engine, self.engine.machine, self.routed, self.ctas
+        senders = self.plan.config.send_ctas
+        others, count = slice(senders, None), self.plan.config.ctas - senders
+        table, numbers = self.exchanged()
         arrived = engine.start
         if engine.nodes > 1:
             offsets = np.arange(1, engine.nodes)
-            _, landed = engine.network.send(np.full(engine.nodes - 1, engine.start), table, offsets)
-            arrived = float(landed.max())
+            arrived = float(engine.post(ctas, 0, table, offsets).max())
+            engine.post(ctas, senders, 0.0, offsets)  # that the node has entered the launch
         if engine.gpus_per_node > 1:
-            ctas.work(routed.tokens * self.token_bytes / machine.place / count, "stage")
-            engine.nvlink.carry(engine.start, table * (engine.gpus_per_node - 1))
+            ctas.work(routed.tokens * self.token_bytes / machine.place / count, "stage", others)
+            # tables of all ranks but those that the network has brought to this one
+            engine.nvlink.carry(engine.start, table * (engine.ranks - engine.nodes))
         ctas.wait(arrived, "routing tables")
-        ctas.work(machine.routing_seconds + engine.ranks * routed.rows / machine.count / count, "count rows")
+        seconds = machine.routing_seconds + numbers / machine.count / count
+        ctas.work(seconds, "count rows", others)
+        ctas.wait(ctas.clock[others].max(), "counts")
         engine.marks["routed"] = float(ctas.clock.max())
+
+    def exchanged(self) -> tuple[float, float]:
+        """(bytes of the table that a rank sends to each other node, numbers that it counts afterwards)."""
+        routed, has_weights = self.routed, isinstance(self.plan, FfnPlan)
+        return WORD * (HEADER.value + routed.rows * (1 + has_weights)), float(routed.ranks * routed.rows)
 
     def send(self) -> Array:
         """The role `send`. Returns when the chunks of the counterparts in other nodes arrive: [nodes, chunks], by how
@@ -105,7 +115,8 @@ class _Dispatch:
             chunk = np.arange(begin, min(begin + senders, chunks))
             which = chunk - begin
             for offset in range(1, nodes):
-                self.ctas.work(sizes[chunk] / engine.machine.place + engine.machine.post_seconds, "copy", which)
+                seconds = sizes[chunk] / engine.machine.place + engine.machine.post_seconds
+                self.ctas.work(seconds, "copy", which, index=chunk)
                 accepted, landed = engine.network.send(self.ctas.clock[which], sizes[chunk], offset)
                 self.ctas.wait(accepted, "the network", which)
                 arrived[offset, chunk] = landed
@@ -118,13 +129,13 @@ class _Dispatch:
         first = self.plan.config.send_ctas
         fetched = routed.tokens * routed.reaches_rank * self.token_bytes  # of one source, over NVLink
         own = slice(first, first + copying.intra_ctas)
-        self.ctas.work(self.row_bytes / copying.intra_ctas / machine.place, "place rows", own)
+        self.ctas.work(self.row_bytes / copying.intra_ctas / machine.place, "place own rows", own)
         ready = [float(self.ctas.clock[own].max())]
         near = first + (np.arange(copying.near_intra_ctas) + copying.far_intra_ctas) % copying.intra_ctas
         if gpus > 1:
             seconds = (gpus - 1) * self.row_bytes / copying.near_intra_ctas / machine.place
             done = engine.nvlink.carry(self.ctas.clock[near].min(), (gpus - 1) * fetched)
-            self.ctas.work(seconds, "place rows", near)
+            self.ctas.work(seconds, "place rows of the node", near)
             self.ctas.wait(done, "NVLink", near)
         ready.append(max(float(self.ctas.clock[near].max()), ready[0]))
         shares = [1 / ranks, (gpus - 1) / ranks]
@@ -147,7 +158,7 @@ class _Dispatch:
         begin = np.maximum.accumulate(np.maximum(linked, self.ctas.clock[lanes].min()) - place * seconds)
         done = begin + (place + 1) * seconds
         self.ctas.wait(done[-1] - len(times) * seconds, "the network", lanes)
-        self.ctas.work(len(times) * seconds, "place rows", lanes)
+        self.ctas.work(len(times) * seconds, "place rows of other nodes", lanes)
         # chunks of all nodes come in turn, so the parts of all sources are complete at about the same time
         return [float(done[math.ceil(len(done) * (i + 1) / bins) - 1]) for i in range(bins)]
 

@@ -20,7 +20,7 @@ from mkernel.runtime.operands import matmul_precision
 
 PLACE_RATE = 20e9  # bytes/s at which one CTA places rows while a GEMM runs; measured on an H200
 
-MANY_NODES = 4  # from which on few tokens go to all nodes: modelled, see docs/scale.md
+MANY_NODES = 4  # from here on, few tokens go to all nodes: modelled, see docs/scale.md
 
 # Default number of row blocks in a group of moe_ffn: about as many as an expert has in a class (see schedule.py) if
 # ranks have thousands of tokens. On an H200 with 4 ranks and 8192 tokens of 7168 elements, groups of 8 blocks took
@@ -129,8 +129,9 @@ class Copying:
 
     def __str__(self) -> str:
         return (
-            f"{self.send_ctas} CTAs send {self.sent} bytes and {self.intra_ctas} place {self.placed} bytes "
-            f"({self.near_intra_ctas} of them fetch tokens from the node, {self.far_intra_ctas} from other nodes)"
+            f"{self.sent} bytes are sent by {planning.count_of_ctas(self.send_ctas)}, and {self.placed} bytes are "
+            f"placed by {self.intra_ctas} ({self.near_intra_ctas} of them fetch tokens from the node, "
+            f"{self.far_intra_ctas} from other nodes)"
         )
 
 

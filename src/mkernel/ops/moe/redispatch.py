@@ -32,12 +32,11 @@ from mkernel.lang.matrix import Block, Tiling
 from mkernel.lang.roles import take
 from mkernel.lang.signals import finish, gave_up
 from mkernel.ops.moe import protocol
-from mkernel.ops.moe.dispatch import Dispatch, Roles, dispatch_constants, dispatch_tokens, fill_with_nan
+from mkernel.ops.moe.dispatch import dispatch_of, dispatch_tokens, fill_with_nan
 from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
-    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -127,7 +126,7 @@ def redispatch(
     group: Group, handle: Handle, x: torch.Tensor, *, w: torch.Tensor | None = None,
     weights: torch.Tensor | None = None, bias: torch.Tensor | None = None,
 ) -> Moved:  # fmt: skip
-    """Move rows [tokens, columns] along the routing of an earlier dispatch. Collective.
+    """Move rows [tokens, columns] with the routing of an earlier dispatch. Collective.
 
     Args:
         x: a row for each token of that dispatch, in a dtype that operators support.
@@ -152,7 +151,7 @@ def prepare(
     sizes = handle.sizes
     wanted = Config(tile_m=handle.tile_m)
     key = (
-        "moe_redispatch", layout(x), None if w is None else (WeightLayout.of(w), w.shape), sizes, wanted,
+        "moe_redispatch", layout(x), None if w is None else layout(w), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),
     )  # fmt: skip
     decided = group.planned(
@@ -186,20 +185,8 @@ def _launch(
 ) -> Launch:  # fmt: skip
     """The launch that carries out a plan. Collective if the workspace must grow."""
     workspace = memory.workspace(group)
-    c, copying = plan.config, plan.copying
-    dispatch = Dispatch(
-        x=Block(x, x.stride(0), x.stride(1)),
-        ids=None,
-        weights=None if weights is None else Block(weights, weights.stride(0), weights.stride(1)),
-        rows=Block(moved.rows, moved.rows.stride(0), 1),
-        hidden=x.shape[1],
-        staged=memory.buffer_in(workspace, "staged"),
-        send=memory.buffer_in(workspace, "send"),
-        recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
-        **protocol.copies_of(group, c.copy_bytes, x.dtype),
-        **dispatch_constants(c, counters=1, known=True, row_weights=moved.weights),
-    )
+    c = plan.config
+    dispatch = dispatch_of(group, plan, memory, workspace, x, moved.rows, weights=weights, row_weights=moved.weights)
     launch = Launch(
         op=OP,
         group=group,

@@ -16,8 +16,9 @@ exist follows from the routing alone, so the same input gives the same bits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -29,9 +30,14 @@ from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import notify, wait
 from mkernel.lang.trace import GATHER, REDUCE, SEND_CHUNK, TILES, trace, trace_time
+from mkernel.ops.moe import protocol
 from mkernel.ops.moe.kinds import BACK, RETURNED
 from mkernel.ops.moe.protocol import HEADER, signal_of
 from mkernel.ops.moe.routing import SUMMARY, named_in, table_of, tokens_of
+
+if TYPE_CHECKING:
+    from mkernel.runtime.group import Group, Workspace
+    from mkernel.runtime.layout import Layout
 
 
 class Combine(NamedTuple):
@@ -46,6 +52,21 @@ class Combine(NamedTuple):
     ROWS: Any  # rows that a CTA has in flight
     COLUMNS: Any  # columns that a CTA has in flight
     PACED: Any  # whether links are emulated
+
+
+def combine_of(
+    group: Group, memory: Layout, workspace: Workspace, y: torch.Tensor, out: torch.Tensor, copy_bytes: int
+) -> Combine:
+    """The `Combine` of a launch. y: the results of this rank's experts."""
+    return Combine(
+        y=Block(y, y.stride(0), y.stride(1)),
+        out=Block(out, out.stride(0), out.stride(1)),
+        columns=y.shape[1],
+        partial=memory.buffer_in(workspace, "partial"),
+        send=memory.buffer_in(workspace, "combine_send"),
+        recv=memory.buffer_in(workspace, "combine_recv"),
+        **protocol.copies_of(group, copy_bytes, y.dtype),
+    )
 
 
 @triton.jit

@@ -209,25 +209,26 @@ def _fake_dispatch(
 @collective
 def _dispatch_gradients(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
-    numbers: Sequence[int], needed: Sequence[bool], *, group: Any,
+    numbers: Sequence[int], needed: Sequence[bool], frozen: bool, *, group: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     kept = rows[ROWS_BEFORE:, : x.shape[1]] if rows.numel() else None
+    handle = handle_in(group, tables, x.shape[0], numbers)
     dx, dw, dbias = backward.moe_dispatch_matmul_backward(
-        dy, x, w, handle_in(group, tables, x.shape[0], numbers), group=group, kept=kept, needed=tuple(needed)
+        dy, x, w, handle, group=group, kept=kept, needed=tuple(needed), frozen=frozen
     )
     return dx, _given(dw, w), _given(dbias, w)
 
 
 def _dispatch_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
-    group: str, numbers: Sequence[int], needed: Sequence[bool],
+    group: str, numbers: Sequence[int], needed: Sequence[bool], frozen: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _dispatch_gradients(dy, x, w, tables, rows, numbers, needed, group=group)
+    return _dispatch_gradients(dy, x, w, tables, rows, numbers, needed, frozen, group=group)
 
 
 def _fake_dispatch_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
-    group: str, numbers: Sequence[int], needed: Sequence[bool],
+    group: str, numbers: Sequence[int], needed: Sequence[bool], frozen: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dbias = x.new_empty((w.shape[0], w.shape[2]) if needed[1] else 0)
     return x.new_empty(x.shape), _fake_weight_gradient(w, needed[0]), dbias
@@ -399,7 +400,8 @@ library.define(
 )  # fmt: skip
 _define_backward(
     "moe_dispatch_matmul",
-    f"(Tensor dy, Tensor x, Tensor w, Tensor tables, Tensor rows, str group, {NUMBERS}, bool[] needed) "
+    f"(Tensor dy, Tensor x, Tensor w, Tensor tables, Tensor rows, str group, {NUMBERS}, bool[] needed, "
+    "bool frozen=False) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch_backward, _fake_dispatch_backward,
 )  # fmt: skip

@@ -41,7 +41,7 @@ from mkernel.ops.moe import protocol
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_bias, check_bounds, check_config, check_matrices, check_tokens
 from mkernel.ops.moe.dispatch_matmul import launch_of
-from mkernel.ops.moe.grouped import WeightLayout, empty_rows
+from mkernel.ops.moe.grouped import empty_rows
 from mkernel.ops.moe.handle import Handle, handle_in, new_handle, numbers_in_graph, numbers_of, traced_handle
 from mkernel.ops.moe.packing import WORD, Packed
 from mkernel.ops.moe.plan import Allocation, DispatchPlan, bytes_of, bytes_of_tables, plan_dispatch, tile_height
@@ -204,7 +204,7 @@ def prepare(
 ) -> tuple[Launch, torch.Tensor, Handle]:  # fmt: skip
     """The launch of a call with valid arguments, its result and its handle. Collective if the workspace must grow."""
     config = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
-    key = (OP, layout(x), WeightLayout.of(w), w.shape, sizes, config, packed.key)
+    key = (OP, layout(x), layout(topk_ids), layout(w), sizes, config, packed.key)
     decided = group.planned(key, lambda: _plan(group, x, w, packed, sizes, config))
     tile_m = decided.config.tile_m
     y = empty_rows(group, sizes.capacity, w.shape[2], packed.out_dtype, tile_m)
@@ -247,7 +247,8 @@ def _numbers(
 ) -> tuple[int, ...]:  # fmt: skip
     """`Handle.numbers` of a call. Collective."""
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
-    packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
+    with torch.no_grad():
+        packed = check(group, x, topk_ids, w, scale_x, scale_w, **bounds, **given)
     sizes = agree(group, x, topk_ids, w, packed, **bounds)
     chosen = choose(group, topk_ids, w, packed, sizes.max_tokens, config)
     return numbers_of(sizes, tile_height(group.target, packed.dtype, chosen))
@@ -279,7 +280,12 @@ def moe_dispatch_scaled_matmul(
     kernel.
 
     `mk.quantize` makes such tokens and matrices; or the kernel quantizes tokens as it stages them, with the same
-    result. There is no backward pass.
+    result.
+
+    Differentiable: bias has a gradient, and x with recipe_x; gradients pass through the quantization as if it changed
+    nothing, and are computed in the dtype of x (ops/moe/scaled_registration.py). Neither tensors in fp8 nor scales have
+    gradients: for those of matrices, use `mk.nn.ExpertParallelMoE` with fp8=. The backward pass is a collective call,
+    too.
 
     Args:
         x: [tokens, hidden] in torch.float8_e4m3fn or torch.float8_e5m2: this rank's tokens. With recipe_x: in bf16,
@@ -304,11 +310,13 @@ def moe_dispatch_scaled_matmul(
         (y, handle), as moe_dispatch_matmul, y in out_dtype.
 
     Raises:
-        ArgumentError, CapacityError, RoutingError, CommTimeout: as moe_dispatch_matmul.
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError, CommTimeout: as moe_dispatch_matmul, which their messages name: both share a
+            workspace.
     """
-    library.refuse_gradients(OP, x=x, w=w, scale_x=scale_x, scale_w=scale_w, bias=bias)
+    registration.refuse_gradients(x, recipe_x, w=w, scale_x=scale_x, scale_w=scale_w)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
-    library.refuse_forward_mode(x=x, bias=bias)
+    library.refuse_transforms(x=x, bias=bias)
     bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
     given: dict[str, Any] = dict(
         bias=bias, out_dtype=check_out_dtype(out_dtype, None), use_fast_accum=use_fast_accum,
@@ -325,7 +333,7 @@ def moe_dispatch_scaled_matmul(
         use_fast_accum, library.encoded(config), given["recipe_x"], dtype_x,
     )  # fmt: skip
     if isinstance(group, str):
-        return y, traced_handle(group, library.size_of(group), tables, numbers)
+        return y, traced_handle(group, tables, x.shape[0], numbers)
     return y, handle_in(group, tables, x.shape[0], numbers)
 
 

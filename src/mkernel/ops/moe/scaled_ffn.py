@@ -15,8 +15,9 @@ rows*hidden*3 bytes for packed tokens and results, which do not share memory, un
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,10 +25,10 @@ from mkernel.ops import library
 from mkernel.ops.moe import ffn, protocol, scaled
 from mkernel.ops.moe import scaled_registration as registration
 from mkernel.ops.moe.arguments import check_activation, check_matrices, check_weights
-from mkernel.ops.moe.grouped import Biases, WeightLayout, empty_rows
-from mkernel.ops.moe.handle import new_handle
+from mkernel.ops.moe.grouped import Biases, empty_rows
+from mkernel.ops.moe.handle import Handle, new_handle, numbers_in_graph, numbers_of
 from mkernel.ops.moe.packing import WORD, PackedLayer
-from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn
+from mkernel.ops.moe.plan import Allocation, FfnPlan, bytes_of, bytes_of_tables, plan_ffn, tile_height
 from mkernel.ops.moe.sizes import Sizes, capacity_of, row_stride_of, sized, slots_of
 from mkernel.ops.moe.sizes import agree as agree_on_sizes
 from mkernel.runtime.collective import collective, traceable
@@ -83,7 +84,11 @@ def check(
         )
     if out is not None:
         check_tensor(OP, group, "out", out)
-        inputs = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down)
+        inputs = dict(
+            x=x, topk_ids=topk_ids, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down,
+            scale_gate_up=scale_gate_up, scale_down=scale_down,
+        )  # fmt: skip
+        inputs |= {} if packed.scale_x is None else {"scale_x": packed.scale_x}
         check_out(out, tuple(x.shape), "tokens, hidden", BF16, inputs)
     return PackedLayer(packed, scale_down)
 
@@ -112,15 +117,19 @@ def agree(
     )  # fmt: skip
 
 
+def _with_height(device: Any, config: Config | None) -> Config | None:
+    """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
+    340 bytes. With several nodes, these spill up to 68."""
+    if device.type != "cuda" or (config is not None and config.tile_m is not None):
+        return config
+    return replace(config or Config(), tile_m=64)
+
+
 def _plan(
     group: Group, x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, packed: PackedLayer, sizes: Sizes,
     config: Config | None,
 ) -> FfnPlan:  # fmt: skip
-    """On a GPU, tiles of 64 rows: two tiles of sums and a product are in registers, and those of 128 rows spilled up to
-    340 bytes. With several nodes, these spill up to 68."""
-    words, given = packed.x.words, config or Config()
-    if group.target.type == "cuda" and given.tile_m is None:
-        config = replace(given, tile_m=64)
+    words, config = packed.x.words, _with_height(group.target, config)
     decided = plan_ffn(group, scaled.narrow(x, packed.x), w_gate_up, w_down, sizes, config, 4 * words)
     check_tile_k(True, decided.config.tile_k)
     return replace(decided, op=OP, row_stride=row_stride_of(words, WORD), reasons=(str(packed.x), *decided.reasons))
@@ -147,19 +156,21 @@ def prepare(
     group: Group, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
     w_down: torch.Tensor, out: torch.Tensor, packed: PackedLayer, sizes: Sizes, config: Config | None,
     activation: str = "silu",
-) -> Launch:  # fmt: skip
-    """The launch of a call with valid arguments. Collective if the workspace must grow."""
+) -> tuple[Launch, Handle]:  # fmt: skip
+    """The launch of a call with valid arguments, and the handle of its routing. Collective if the workspace must
+    grow."""
     config = choose(group, topk_ids, w_down, packed, sizes.max_tokens, config)
     key = (
-        OP, layout(x), layout(out), layout(topk_weights), WeightLayout.of_halves(w_gate_up), WeightLayout.of(w_down),
-        w_down.shape, sizes, config, packed.x.key, layout(packed.scale_down),
+        OP, layout(x), layout(topk_ids), layout(out), layout(topk_weights), layout(w_gate_up), layout(w_down), sizes,
+        config, packed.x.key, layout(packed.scale_down),
     )  # fmt: skip
     decided = group.planned(key, lambda: _plan(group, x, w_gate_up, w_down, packed, sizes, config))
     handle = new_handle(group, sizes, decided.config.tile_m)
-    return ffn.launch_of(
+    launch = ffn.launch_of(
         group, decided, _memory(sizes, packed), x, topk_ids, topk_weights, w_gate_up, w_down, out,
         _allocate(group, decided, w_down, packed), handle, activation, Biases(), packed,
     )  # fmt: skip
+    return launch, handle
 
 
 @collective
@@ -168,20 +179,77 @@ def _call(
     w_down: torch.Tensor, scale_x: torch.Tensor | None, scale_gate_up: torch.Tensor, scale_down: torch.Tensor, *,
     group: Any, capacity: int | None = None, max_tokens: int | None = None, activation: str = "silu",
     out: torch.Tensor | None = None, config: Config | None = None, recipe_x: Any = None, dtype_x: Any = E4M3,
-) -> torch.Tensor:  # fmt: skip
-    """`mk.scaled_moe_ffn`, without PyTorch's dispatcher."""
+    numbers: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, Handle]:  # fmt: skip
+    """`mk.scaled_moe_ffn`, without PyTorch's dispatcher: its result, and the handle of its routing. numbers: those of
+    the handle, if they are known already; then they are the bounds."""
+    if numbers is not None:
+        _, _, capacity, max_tokens, *_ = numbers
     packed = check(
         group, x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down, capacity=capacity,
         max_tokens=max_tokens, activation=activation, out=out, config=config, recipe_x=recipe_x, dtype_x=dtype_x,
     )  # fmt: skip
+    if numbers is not None:
+        chosen = choose(group, topk_ids, w_down, packed, numbers[3], config) or Config()
+        config = replace(chosen, chunk_rows=numbers[4], tile_m=numbers[5])
     sizes = agree(group, x, topk_ids, w_down, packed, capacity, max_tokens, config)
     result = group.world.memory.empty(group.world_rank, tuple(x.shape), BF16) if out is None else out
     given = (x, topk_ids, topk_weights, w_gate_up, w_down)
-    group.launch(prepare(group, *given, result, packed, sizes, config, activation))
-    return result
+    launch, handle = prepare(group, *given, result, packed, sizes, config, activation)
+    group.launch(launch)
+    return result, handle
+
+
+@collective
+def _numbers(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, scale_x: torch.Tensor | None, scale_gate_up: torch.Tensor, scale_down: torch.Tensor, *,
+    group: Any, capacity: int | None, max_tokens: int | None, config: Config | None, **more: Any,
+) -> tuple[int, ...]:  # fmt: skip
+    """`Handle.numbers` of a call. Collective."""
+    bounds: dict[str, Any] = dict(capacity=capacity, max_tokens=max_tokens, config=config)
+    more |= bounds
+    with torch.no_grad():
+        packed = check(group, x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down, **more)
+    sizes = agree(group, x, topk_ids, w_down, packed, **bounds)
+    chosen = choose(group, topk_ids, w_down, packed, sizes.max_tokens, config)
+    return numbers_of(sizes, tile_height(group.target, packed.x.dtype, _with_height(group.target, chosen)))
 
 
 registration.define_ffn(_call)
+
+
+class Kept(NamedTuple):
+    """The result of a layer, and what a backward pass needs of its routing."""
+
+    out: torch.Tensor
+    tables: torch.Tensor
+    group: str
+    numbers: tuple[int, ...]
+
+
+@traceable()
+def scaled_moe_ffn_kept(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w_gate_up: torch.Tensor,
+    w_down: torch.Tensor, scale_x: torch.Tensor | None, scale_gate_up: torch.Tensor, scale_down: torch.Tensor, *,
+    group: Any, capacity: int | None, max_tokens: int | None, activation: str, config: Config | None = None,
+    recipe_x: str | None = None, dtype_x: torch.dtype = E4M3,
+) -> Kept:  # fmt: skip
+    """`mk.scaled_moe_ffn` by the registered operator that is differentiated."""
+    given = (x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down)
+    if isinstance(group, str):
+        config = _with_height(x.device, config)
+        numbers = numbers_in_graph(OP, group, w_gate_up, topk_ids, w_down.shape[0], capacity, max_tokens, config)
+    else:
+        numbers = _numbers(
+            *given, group=group, capacity=capacity, max_tokens=max_tokens, config=config, activation=activation,
+            recipe_x=recipe_x, dtype_x=dtype_x,
+        )  # fmt: skip
+    name = library.name_of(group)
+    out, tables = torch.ops.mkernel.scaled_moe_ffn_kept(
+        *given, name, list(numbers), activation, library.encoded(config), recipe_x, dtype_x
+    )
+    return Kept(out, tables, name, numbers)
 
 
 @traceable()
@@ -208,7 +276,12 @@ def scaled_moe_ffn(
     """A mixture-of-experts layer in fp8 in one kernel: `mk.moe_ffn` of tokens and matrices with scales.
 
     Inner activations are quantized by the kernel, to torch.float8_e4m3fn with scales of blocks of 1x128. There are no
-    biases, and there is no backward pass.
+    biases.
+
+    Differentiable: topk_weights have gradients, and x with recipe_x. They are those of `mk.moe_ffn`, in the dtype of x,
+    of what the fp8 of tokens and matrices stands for; inner activations are not quantized in the backward pass, which
+    is a collective call, too. Neither tensors in fp8 nor scales have gradients: for those of matrices, use
+    `mk.nn.ExpertParallelMoE` with fp8=.
 
     Args:
         x, scale_x, recipe_x, dtype_x: tokens and their scales, as in moe_dispatch_scaled_matmul.
@@ -220,17 +293,19 @@ def scaled_moe_ffn(
             rounded up.
         scale_down: [experts, inter/128, hidden/128], rounded up.
         group, capacity, capacity_factor, max_tokens, activation, config: as in moe_ffn.
-        out: [tokens, hidden] in bf16, where to put the result; must not overlap an input.
+        out: [tokens, hidden] in bf16, where to put the result; must not overlap an input. Not with tensors that
+            require grad.
 
     Returns:
         [tokens, hidden] in bf16, as are the experts' results that are combined.
 
     Raises:
-        ArgumentError, CapacityError, RoutingError, CommTimeout: as moe_ffn.
+        ArgumentError: before anything is launched.
+        CapacityError, RoutingError, CommTimeout: as moe_ffn, which their messages name: both share a workspace.
     """
-    tensors = dict(x=x, topk_weights=topk_weights, w_gate_up=w_gate_up, w_down=w_down, scale_x=scale_x)
-    library.refuse_gradients(OP, **tensors, scale_gate_up=scale_gate_up, scale_down=scale_down)
-    library.refuse_forward_mode(x=x, topk_weights=topk_weights)
+    scales = dict(scale_x=scale_x, scale_gate_up=scale_gate_up, scale_down=scale_down)
+    registration.refuse_gradients(x, recipe_x, w_gate_up=w_gate_up, w_down=w_down, **scales)
+    library.refuse_transforms(x=x, topk_weights=topk_weights)
     capacity = capacity_of(capacity, capacity_factor, max_tokens, slots_of(topk_ids), library.size_of(group))
     given = (x, topk_ids, topk_weights, w_gate_up, w_down, scale_x, scale_gate_up, scale_down)
     recipe = getattr(recipe_x, "name", recipe_x)
@@ -238,7 +313,13 @@ def scaled_moe_ffn(
         return _call(
             *given, group=group, capacity=capacity, max_tokens=max_tokens, activation=activation, out=out,
             config=config, recipe_x=recipe, dtype_x=dtype_x,
-        )  # fmt: skip
+        )[0]  # fmt: skip
+    library.refuse_out_with_gradients(out, x, topk_weights)
+    if library.needs_gradients(x, topk_weights):
+        return scaled_moe_ffn_kept(
+            *given, group=group, capacity=capacity, max_tokens=max_tokens, activation=activation, config=config,
+            recipe_x=recipe, dtype_x=dtype_x,
+        ).out  # fmt: skip
     more = (library.name_of(group), capacity, max_tokens, activation, library.encoded(config), recipe, dtype_x)
     if out is None:
         return torch.ops.mkernel.scaled_moe_ffn(*given, *more)

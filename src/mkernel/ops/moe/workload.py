@@ -223,7 +223,7 @@ def _scaled_ffn(
     def prepare(config: Config | None) -> Launch:
         packed = scaled_ffn.check(group, *given, **named, config=config)
         routing = scaled_ffn.agree(group, x, mine.ids, w2, packed, **mine.bounds, config=config)
-        return scaled_ffn.prepare(group, *tensors, out, packed, routing, config)
+        return scaled_ffn.prepare(group, *tensors, out, packed, routing, config)[0]
 
     tried = Tried(
         prepare=prepare,

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import TABLE, Comm, Ranks, current_epoch, rank_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.layout import slot_of, word_of
 from mkernel.lang.matrix import Tile
@@ -188,7 +188,7 @@ def _run(comm, call):
             push_unit(comm, call, total, first, column, unit)
             if call.link.PACED:
                 pushed += total.shape[0] * total.shape[1] * (call.exchange.partials.DTYPE.primitive_bitwidth // 8)
-                pace(begun, pushed, call.link.nanoseconds_per_mib)
+                wait_paced(begun, pushed, call.link.nanoseconds_per_mib)
             trace(comm.context, TILES, PUSH_CHUNK, 0, tile, LAST)
             notify_owners(comm, call, first, unit, total.shape[0])
         _reduce_unit(comm, call, total, first, column, unit)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_step
 from mkernel.lang.scaling import scale_tile
@@ -48,10 +48,10 @@ def start_progress(link):
 
 
 @triton.jit
-def pace_progress(link, progress):
+def wait_paced_progress(link, progress):
     """Wait until a paced link would have transferred what was moved so far."""
     if link.PACED:
-        pace(progress.start, progress.moved, link.nanoseconds_per_mib)
+        wait_paced(progress.start, progress.moved, link.nanoseconds_per_mib)
 
 
 @triton.jit

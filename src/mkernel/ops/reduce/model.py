@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mkernel.ops.reduce import peer
-from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, count_rounds, home_of, round_at
+from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, count_rounds, home_of, round_at, round_of
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
 from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
@@ -95,7 +95,7 @@ class _Scatter:
 
     def end_tiles(self, lanes: Array, node: Array, rank: Array, tile: Array) -> None:
         """One tile of each of these CTAs: of the rows of the rank `rank` behind this one, `node` nodes behind."""
-        self.ctas.work(self.seconds, "multiply", lanes)
+        self.ctas.work(self.seconds, "multiply", lanes, index=tile)
         if not self.plan.hopper:
             self.signal(lanes)
         is_pushed = rank != 0
@@ -108,7 +108,7 @@ class _Scatter:
 
     def push(self, lanes: Array, index: Array) -> None:
         machine = self.engine.machine
-        self.ctas.work(self.pushing, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes, index=index % self.plan.tiles)
         self.reached[lanes] = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes) + machine.nvlink_seconds
         self.due[lanes] = index
         if self.plan.hopper:  # a warp of its own signals
@@ -128,7 +128,8 @@ class _Scatter:
     def reduce(self, lanes: Array, index: Array) -> None:
         """Add the partials that the node has pushed."""
         self.ctas.wait(self.pushed[index], "partials", lanes)
-        self.ctas.work((self.engine.gpus_per_node - 1) * self.adding, "reduce", lanes)
+        own = index % self.plan.tiles
+        self.ctas.work((self.engine.gpus_per_node - 1) * self.adding, "reduce", lanes, index=own)
 
     def send(self, lanes: Array, node: Array, tile: Array) -> None:
         """The node's sum of a tile, to its owner."""
@@ -188,59 +189,55 @@ class _Reduce:
         self.seconds = m.tile(c.tile_m, c.tile_n, problem.shape[2] // engine.ranks)
         self.pushing, self.adding = of_tile(engine, plan)
         self.rounds = np.broadcast_to(call(count_rounds, plan.tiles, cta=np.arange(c.ctas), ctas=c.ctas), c.ctas)
-        blocks = -(-int(self.rounds.max()) // engine.gpus_per_node)
-        self.pushed, self.summed, self.received, self.finished = (np.zeros((blocks, c.ctas)) for _ in range(4))
+        self.blocks = -(-int(self.rounds.max()) // engine.gpus_per_node)
+        self.pushed, self.summed, self.received, self.finished = (np.zeros((self.blocks, c.ctas)) for _ in range(4))
         self.link: Shares | Whole = engine.link(c.ctas)
         self.has_homes = engine.nodes >= FEWEST_WITH_HOMES.value
-        self.lag = 3 if self.has_homes else engine.nodes
+        self.lag = 0 if plan.hopper else 3 if self.has_homes else engine.nodes
 
     def run(self) -> None:
+        """Block by block: the tiles of the block, and then what remains of earlier blocks. The last steps, for which
+        there are no more tiles, are those of CTAs that have as many blocks; the others take them earlier."""
+        for block in range(self.blocks + self.lag):
+            self.multiply(block)
+            if self.engine.nodes > 1:
+                self.finish_later(block - 1)
+            if self.has_homes:
+                self.receive(block - 2)
+            self.gather(block - self.lag)
+
+    def multiply(self, block: int) -> None:
         gpus, c = self.engine.gpus_per_node, self.plan.config
         cta = np.arange(c.ctas)
-        places = int(self.rounds.max())
-        for place in range(places):
+        local = self.engine.rank % gpus
+        for place in range(block * gpus, min((block + 1) * gpus, int(self.rounds.max()))):
             lanes = cta[place < self.rounds]
-            _, owner = call(
-                round_at, place, self.rounds, self.engine.rank % gpus, RANKS_PER_NODE=gpus, cta=cta, ctas=c.ctas
-            )
-            block = place // gpus
-            is_own = (owner == self.engine.rank % gpus)[lanes]
-            self.ctas.work(self.seconds, "multiply", lanes)
-            self.push(lanes[~is_own], block)
-            self.reduce(lanes[is_own], block)
-            last = (place % gpus == gpus - 1) | (place + 1 == self.rounds[lanes])
-            self.end_block(lanes[last], block)
-        self.drain([cta[self.rounds > block * gpus] for block in range(len(self.finished))])
+            taken, owner = call(round_at, place, self.rounds, local, RANKS_PER_NODE=gpus, cta=cta, ctas=c.ctas)
+            tile = taken * c.ctas + cta
+            is_own = (owner == local)[lanes]
+            self.ctas.work(self.seconds, "multiply", lanes, index=tile[lanes])
+            self.push(lanes[~is_own], block, tile)
+            self.reduce(lanes[is_own], block, tile)
 
-    def drain(self, lanes: list[Array]) -> None:
-        """lanes: those with tiles in each block."""
-        blocks = len(lanes)
-        if self.has_homes:
-            self.finish_later(lanes[-1], blocks - 1)
-            for block in range(blocks, blocks + self.lag):
-                if 0 <= block - 2 < blocks:
-                    self.receive(lanes[block - 2], block - 2)
-                if block >= self.lag:
-                    self.gather(lanes[block - self.lag], block - self.lag)
-            return
-        if self.engine.nodes > 1:
-            self.finish_later(lanes[-1], blocks - 1)
-        for late in range(max(blocks - self.lag, 0), blocks):
-            if not self.plan.hopper:
-                self.gather(lanes[late], late)
+    def tile_of(self, block: int) -> tuple[Array, Array]:
+        """The CTAs of which this rank owns a tile of a block, and that tile of each CTA."""
+        gpus, c = self.engine.gpus_per_node, self.plan.config
+        cta = np.arange(c.ctas)
+        own = call(round_of, block, self.engine.rank % gpus, RANKS_PER_NODE=gpus, cta=cta, ctas=c.ctas)
+        return cta[(own < self.rounds) & (block >= 0)], own * c.ctas + cta
 
-    def push(self, lanes: Array, block: int) -> None:
+    def push(self, lanes: Array, block: int, tile: Array) -> None:
         machine = self.engine.machine
-        self.ctas.work(self.pushing, "push", lanes)
+        self.ctas.work(self.pushing, "push", lanes, index=tile[lanes])
         reached = self.link.carry(self.ctas.clock[lanes], self.bytes, lanes)
         if not self.plan.hopper:
             self.ctas.wait(reached, "NVLink", lanes)
         self.pushed[block, lanes] = np.maximum(self.pushed[block, lanes], reached + machine.nvlink_seconds)
 
-    def reduce(self, lanes: Array, block: int) -> None:
+    def reduce(self, lanes: Array, block: int, tile: Array) -> None:
         machine, gpus = self.engine.machine, self.engine.gpus_per_node
         self.ctas.wait(self.pushed[block, lanes], "partials", lanes)
-        self.ctas.work((gpus - 1) * self.adding, "reduce", lanes)
+        self.ctas.work((gpus - 1) * self.adding, "reduce", lanes, index=tile[lanes])
         if self.engine.nodes == 1:
             self.finish(lanes, block)
             return
@@ -266,7 +263,7 @@ class _Reduce:
         homes = call(home_of, block, NODES=nodes, cta=lanes, ctas=c.ctas)
         return (homes - self.engine.rank // self.engine.gpus_per_node) % nodes
 
-    def finish_at_home(self, lanes: Array, block: int) -> None:
+    def finish_at_home(self, lanes: Array, block: int, tile: Array) -> None:
         """The tiles of which this node is the home. Of as many CTAs as there are nodes, one has such a tile. What it
         receives, its neighbours have sent elsewhere, and what it sends, they receive."""
         nodes, machine, network = self.engine.nodes, self.engine.machine, self.engine.network
@@ -288,7 +285,7 @@ class _Reduce:
         own = lanes[is_home]
         if len(own):
             self.ctas.wait(summed[neighbours[is_home]], "the network", own)
-            self.ctas.work(nodes * self.adding, "reduce", own)
+            self.ctas.work(nodes * self.adding, "reduce", own, index=tile[own])
             self.finish(own, block)
             posted = self.ctas.clock[own][:, None] + sending * machine.post_seconds
             accepted, arrived = network.send(posted, self.bytes, np.broadcast_to(sending, posted.shape))
@@ -301,44 +298,47 @@ class _Reduce:
             received[known] = arrived[at[known], nodes - behind[known] - 1]
         self.received[block, lanes] = received
 
-    def receive(self, lanes: Array, block: int) -> None:
+    def receive(self, block: int) -> None:
         """Finished tiles that come from their homes."""
+        lanes, _ = self.tile_of(block)
+        if not len(lanes):
+            return
         away = lanes[self.homes_behind(lanes, block) > 0]
         machine = self.engine.machine
         self.ctas.wait(self.received[block, away], "the network", away)
         self.ctas.work(self.pushing, "store", away)
         self.finished[block, away] = self.ctas.clock[away] + machine.nvlink_seconds
 
-    def finish_later(self, lanes: Array, block: int) -> None:
-        if self.has_homes:
-            self.finish_at_home(lanes, block)
-            return
-        self.ctas.wait(self.summed[block, lanes], "the network", lanes)
-        self.ctas.work(self.engine.nodes * self.adding, "reduce", lanes)
-        self.finish(lanes, block)
-
-    def end_block(self, lanes: Array, block: int) -> None:
+    def finish_later(self, block: int) -> None:
+        """This rank's own tiles of a block, for which the nodes have sent their sums."""
+        lanes, tile = self.tile_of(block)
         if not len(lanes):
             return
-        if self.engine.nodes > 1 and block >= 1:
-            self.finish_later(lanes, block - 1)
-        if self.has_homes and block >= 2:
-            self.receive(lanes, block - 2)
-        if self.plan.hopper:
-            self.gather(lanes, block)
-        elif block >= self.lag:
-            self.gather(lanes, block - self.lag)
-
-    def gather(self, lanes: Array, block: int) -> None:
-        """Read the tiles that the others have finished."""
-        peers = self.engine.gpus_per_node - 1
-        if not peers or not len(lanes):
+        if self.has_homes:
+            self.finish_at_home(lanes, block, tile)
             return
+        self.ctas.wait(self.summed[block, lanes], "the network", lanes)
+        self.ctas.work(self.engine.nodes * self.adding, "reduce", lanes, index=tile[lanes])
+        self.finish(lanes, block)
+
+    def gather(self, block: int) -> None:
+        """Read the tiles of a block that the others have finished."""
+        gpus, cta = self.engine.gpus_per_node, np.arange(self.plan.config.ctas)
+        if gpus == 1 or not 0 <= block < self.blocks:
+            return
+        owned = np.zeros(len(cta))
+        owned[self.tile_of(block)[0]] = 1
+        taken = np.clip(self.rounds - block * gpus, 0, gpus)
+        lanes = cta[taken > 0]
+        nbytes = ((taken - owned) * self.bytes)[lanes]
         machine, readers = self.engine.machine, self.gather_lanes
-        readers.wait(self.finished[block, lanes], "finished tiles", lanes)
-        readers.work(peers * self.bytes / (machine.warp_copy if self.plan.hopper else machine.copy), "gather", lanes)
+        # all ranks finish theirs at the same time, those of the last block in other CTAs
+        ready = np.where(owned, self.finished[block], self.finished[block].max())
+        readers.wait(ready[lanes], "finished tiles", lanes)
+        rate = machine.warp_copy if self.plan.hopper else machine.copy
+        readers.work(nbytes / rate, "gather", lanes, index=block)
         if not self.plan.hopper:
-            readers.wait(self.link.carry(readers.clock[lanes], peers * self.bytes, lanes), "NVLink", lanes)
+            readers.wait(self.link.carry(readers.clock[lanes], nbytes, lanes), "NVLink", lanes)
 
 
 def run_all_reduce(engine: Engine, plan: Plan, problem: Problem) -> None:

@@ -185,7 +185,7 @@ def all_gather_scaled_matmul(
         gather_dim: the dimension of a that is gathered; not the last one.
         config: tiles, chunks and CTAs; None selects defaults.
         recipe_a: quantize a in the kernel, once, on the rank that has it: "RowWise" or "BlockWise1x128", or such a
-            member of torch.nn.functional.ScalingType. Other ranks may do otherwise.
+            member of torch.nn.functional.ScalingType. Ranks may choose differently.
         dtype_a: the dtype to which a is then quantized.
 
     Returns:
@@ -207,7 +207,7 @@ def all_gather_scaled_matmul(
             matrix = library.out_as_rows(out, shape, dim)
     dtype = check_out_dtype(out_dtype, out)
     check_bias(bias, rows, b, out, dtype)
-    library.refuse_forward_mode(bias=bias)
+    library.refuse_transforms(bias=bias)
     given: dict[str, Any] = dict(out_dtype=dtype, use_fast_accum=use_fast_accum, config=config)
     if recipe_a is not None:
         given |= dict(recipe_a=getattr(recipe_a, "name", recipe_a), dtype_a=dtype_a)

@@ -15,6 +15,8 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` CTAs join the compute when their transfers are done, with tiles that were reserved for them. By
   then most rows have arrived, and they compute each tile at once.
 
+Large calls in one node take the kernel in hopper.py on Hopper. Its warps have these roles, so no CTA is reserved.
+
 Passes. A CTA that kept the sums of one tile in registers until the last rows arrive would overlap the transfer with
 that one tile only, and compute its other tiles afterwards. So each compute CTA takes its first `held_tiles` tiles in
 `passes` passes over the rows: pass 0 has the rank's own rows, the others equal shares of the rest. In a pass it waits
@@ -167,6 +169,10 @@ def prepare(group: Group, a: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, 
     key = (OP, layout(a), layout(dy), layout(out), plain, config, matmul_precision(a.dtype))
     decided = group.planned(key, lambda: plan(group, a, dy, out, config))
     memory = protocol.layout(group.size, a.shape[0], decided.chunks, decided.access.rows.row_stride, a.dtype, OP)
+    if decided.hopper:
+        from mkernel.ops.all_gather_matmul.weight_grad import hopper  # Gluon is imported only where it runs
+
+        return hopper.launch(group, decided, memory, a, dy, out)
     return kernel.launch(group, decided, memory, a, dy, out)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mkernel.ops.all_gather_matmul.plan import RowAccess
-from mkernel.runtime import planning
+from mkernel.runtime import hopper, planning
 from mkernel.runtime.config import Config, Settings
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
@@ -61,6 +61,7 @@ class Plan:
     access: Access
     chunks: int
     precision: str
+    hopper: bool  # runs the kernel for Hopper (hopper.py)
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -109,21 +110,71 @@ def plan(group: Group, a: torch.Tensor, dy: torch.Tensor, out: torch.Tensor, con
     """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
     access = Access.of(group, a, dy, out)
     uses_tma = access.rows.descriptors and access.dy_uses_tma
-    settings, reasons = _settings(group, a, dy.shape[1], access, config)
+    on_hopper = _suits_hopper(group, a, dy.shape[1], access, config)
+    settings, reasons = (_on_hopper if on_hopper else _settings)(group, a, dy.shape[1], access, config)
     planning.check_tile(settings, a.dtype, uses_tma)
     planning.check(
         settings,
         max_ctas=group.world.launcher.ctas(group.world_rank),
         least_send=1 if group.nodes > 1 or access.rows.staged else 0,
-        least_intra=1 if group.gpus_per_node > 1 else 0,
+        least_intra=1 if group.gpus_per_node > 1 and not on_hopper else 0,
     )
     return Plan(
         config=settings,
         access=access,
         chunks=math.ceil(a.shape[0] / settings.chunk_rows),
         precision=matmul_precision(a.dtype),
+        hopper=on_hopper,
         reasons=(*access.reasons(group.nodes), *reasons),
     )
+
+
+def _suits_hopper(group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None) -> bool:
+    """Can the kernel for Hopper run the call?"""
+    columns = a.shape[1] if access.transposed else n
+    return (
+        hopper.suits(group, a.shape[0], a.dtype, config, free={"ctas", "chunk_rows", "group_m", "passes", "held_tiles"})
+        and columns > 128
+        and not access.rows.staged
+        and access.dy_uses_tma
+        and access.out_uses_tma
+        and a.shape[0] % chunk_rows(group, a, config) == 0
+        and chunk_rows(group, a, config) % hopper.TILE_K == 0
+    )
+
+
+def _on_hopper(
+    group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None
+) -> tuple[Settings, list[str]]:
+    """The settings of the kernel for Hopper. No CTA is reserved for copying."""
+    k = a.shape[1]
+    pick = planning.chooser(config)
+    defaults = planning.default_tiles(group.target, a.dtype, n, True)
+    rows, columns = (n, k) if access.transposed else (k, n)
+    tiles = math.ceil(rows / hopper.TILE_M) * math.ceil(columns / hopper.TILE_N)
+    ctas = pick("ctas", planning.fewest_ctas(tiles, group.world.launcher.ctas(group.world_rank)))
+    problem = _problem(group, a, tiles, hopper.TILE_M, hopper.TILE_N)
+    passes, held = _passes_on_hopper(problem, ctas, config)
+    chunk = chunk_rows(group, a, config)
+    places = (group.size - 1) * (a.shape[0] // chunk)
+    settings = Settings(
+        tile_m=hopper.TILE_M, tile_n=hopper.TILE_N, tile_k=hopper.TILE_K, group_m=pick("group_m", defaults.group_m),
+        stages=hopper.STAGES, warps=hopper.WARPS, ctas=ctas, send_ctas=0, intra_ctas=0, join_tiles=0, chunk_rows=chunk,
+        copy_bytes=defaults.copy_bytes, passes=min(passes, places + 1), held_tiles=max(held, 1),
+    )  # fmt: skip
+    return settings, ["Hopper kernel: one warp of every CTA copies while the others multiply"]
+
+
+def _passes_on_hopper(problem: Problem, ctas: int, config: Config | None) -> tuple[int, int]:
+    """(passes, held tiles): the fastest by estimate, of those that the configuration leaves open."""
+    given = config or Config()
+    several = [given.passes] if given.passes is not None else range(1, MOST_PASSES + 1) if problem.ranks > 1 else [1]
+    found = (
+        (_seconds(problem, problem.arrived(ctas), math.ceil(problem.tiles / ctas), passes, held), passes, held)
+        for passes in several
+        for held in ([given.held_tiles] if given.held_tiles is not None else range(1, MOST_HELD + 1))
+    )
+    return min(found)[1:]
 
 
 def _settings(
@@ -159,8 +210,8 @@ def _settings(
         return settings, []
     arrived, computed = problem.arrived(intra_ctas), tiles * problem.tile_seconds / max(settings.ctas - helpers, 1)
     return settings, [
-        f"{intra_ctas} CTAs push {problem.pushed} bytes over NVLink: the last rows are estimated to arrive after "
-        f"{arrived * 1e3:.3g} ms, and {tiles} tiles to take {computed * 1e3:.3g} ms"
+        f"{problem.pushed} bytes are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: the last rows are "
+        f"estimated to arrive after {arrived * 1e3:.3g} ms, and {tiles} tiles to take {computed * 1e3:.3g} ms"
     ]
 
 
@@ -217,15 +268,21 @@ def _estimate(problem: Problem, ctas: int, senders: int, copiers: int, passes: i
     rounds = max(math.ceil(problem.tiles / (compute + helpers)), 1)
     while compute * rounds + helpers * max(rounds - busy, 0) < problem.tiles:
         rounds += 1
+    seconds = _seconds(problem, arrived, rounds, passes, held)
+    return Schedule(seconds, copiers, passes, min(held, rounds), max(rounds - busy, 0))
+
+
+def _seconds(problem: Problem, arrived: float, rounds: int, passes: int, held: int) -> float:
+    """How long a CTA takes for its tiles, `rounds` of them, the first `held` in passes."""
     held = min(held, rounds)
-    own = 1 / problem.ranks
+    own, tile = 1 / problem.ranks, problem.tile_seconds
     time = arrived + held * tile
     if passes > 1:
         time = held * own * tile
         for which in range(1, passes):
             time = max(time, arrived * which / (passes - 1))
             time += held * ((1 - own) / (passes - 1) * tile + problem.partial_seconds)
-    return Schedule(time + (rounds - held) * tile, copiers, passes, held, max(rounds - busy, 0))
+    return time + (rounds - held) * tile
 
 
 def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:

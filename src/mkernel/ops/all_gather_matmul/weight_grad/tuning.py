@@ -16,4 +16,8 @@ def space(group: Group, plan: Any) -> Space:
         intra_ctas=copiers_near(group, plan.config.intra_ctas), passes=(1, 2, 3, 4, 6) if several else (),
         **TILES, group_m=(4, 8, 16), copy_bytes=COPY_BYTES,
     )  # fmt: skip
-    return Space(portable)
+    hopper: Axes = dict(
+        ctas=ctas_near(group, plan, helpers=True), chunk_rows=(64, 128), group_m=(4, 8, 16),
+        passes=(1, 2, 3, 4, 6) if several else (), held_tiles=(1, 2, 3, 4, 6, 8) if several else (),
+    )  # fmt: skip
+    return Space(portable, hopper=hopper)

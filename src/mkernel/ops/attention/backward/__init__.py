@@ -21,7 +21,12 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
 - `send` and `intra` move keys and values as in ring_attention, with the same code (ops/attention/transfer.py).
 - `compute` CTAs first compute delta, one number per row (`_prepare`), and wait for each other. Then they do the tasks
   of the schedule (schedule.py): tiles of dq, blocks of keys, and *reductions*, which add up partials.
-- `send` and `intra` CTAs join the compute when their transfers are done.
+- `send` and `intra` CTAs join the compute when their transfers are done. In the kernel for Hopper, `intra` is a warp of
+  each CTA instead (hopper.py).
+
+Two kernels. The Triton kernel runs everywhere. The Gluon kernel is for Hopper: the same tasks, protocol and schedule,
+with two blocks of 64 keys in a task. It computes the right gradients in the simulator and compiles as intended, but has
+not run on a GPU. Until it has, the Triton kernel is preferred (choice.py).
 
 Partials. A rank pushes its partial of a block, in fp32, to a slot of the rank of its node that has the owner's local
 rank. With one node this is the owner. It has a slot for every rank of its node, and adds them in the order of ranks.
@@ -70,8 +75,8 @@ would wait for the sums of its neighbour, and the order of the sum would still b
 cross between nodes once for each rank instead of once. Keeping dq in memory and computing everything in one pass: see
 above. A slot for the partials of the whole unit of every rank: the memory would grow with the world size.
 
-Where to read on: protocol.py (the workspace and its signals), kernel.py (the kernel). On the host: schedule.py, plan.py
-and launch.py.
+Where to read on: protocol.py (the workspace and its signals), kernel.py (the Triton kernel); hopper.py, hopper_load.py
+and hopper_sums.py (the Gluon kernel). On the host: choice.py, schedule.py, plan.py and launch.py.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.attention.backward import protocol
+from mkernel.ops.attention.backward import choice, protocol
 from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
@@ -200,27 +205,24 @@ def _check(group: Group, heads: dict[str, torch.Tensor], lse: torch.Tensor, dlse
 
 
 def prepare(
-    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None
+    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None, kernel: str | None = None
 ) -> Launch:  # fmt: skip
-    """The launch of a call with valid arguments. Collective if the workspace must grow."""
+    """The launch of a call with valid arguments. Collective if the workspace must grow. kernel: as for `plan`."""
     query, key, value = tensors.query, tensors.key, tensors.value
     config = choose(TUNABLE, group, query, key, pattern, config, value)
-    mask = (pattern.is_causal, pattern.layout)
-    plan_key = (OP, query.shape, key.shape, value.shape[3], query.dtype, *mask, config, matmul_precision(query.dtype))
+    layouts = tuple(layout_of(tensor) for tensor in tensors.inputs.values())
+    mask = (pattern.is_causal, pattern.layout, scoring.softcap > 0)
+    plan_key = (OP, layouts, query.dtype, *mask, config, kernel, choice.PREFERRED, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
         (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
-        lambda: plan(group, query, key, value, pattern, config),
+        lambda: plan(group, tensors.inputs, pattern, scoring.softcap, config, kernel),
         kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
     memory = protocol.layout(decided, query.dtype)
-    inputs = (tensors.dout, query, key, value, tensors.out)
     # to the kernel, documents and windows are data; and a plan with documents must not live as long as the binary
-    variant = (
-        plan_key, tuple(layout_of(tensor) for tensor in inputs), pattern.binary, decided.config,
-        tensors.dlse is not None, scoring.softcap > 0,
-    )  # fmt: skip
+    variant = (plan_key, pattern.binary, decided.config, decided.kernel, tensors.dlse is not None)
     return launch(group, decided, memory, tensors, scoring, variant)
 
 
@@ -251,6 +253,14 @@ def explain(
     _check(group, dict(dout=dout, query=query, key=key, value=value, out=out), lse, dlse)
     check_options(group, query, key, layout, enable_gqa, Scoring(scale, softcap))
     pattern = pattern_of(group, query, key, is_causal, layout, cu_seqlens, window_size, (seq_lens, query_lens))
-    chosen = choose(TUNABLE, group, query, key, pattern, config, value)
-    decided = plan(group, query, key, value, pattern, chosen)
+    tensors = Tensors(dout, query, key, value, out, lse, dlse, query, key, value)
+    return explained(group, tensors, pattern, Scoring(scale, softcap), config)
+
+
+def explained(
+    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None, kernel: str | None = None
+) -> Plan:  # fmt: skip
+    """The plan of a call with valid arguments, and where its configuration comes from. kernel: as for `plan`."""
+    chosen = choose(TUNABLE, group, tensors.query, tensors.key, pattern, config, tensors.value)
+    decided = plan(group, tensors.inputs, pattern, scoring.softcap, chosen, kernel)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

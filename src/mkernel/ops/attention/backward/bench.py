@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mkernel.bench.benchmark import Benchmark
 from mkernel.bench.timing import Link, time_ways
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.backward import explain, prepare, ring_attention_backward
+from mkernel.ops.attention.backward import explained, prepare
 from mkernel.ops.attention.backward.launch import Tensors
 from mkernel.ops.attention.bench import heads_of, sdpa_lock
 from mkernel.ops.attention.sequences import Pattern, Scoring, Sequences, from_zigzag
@@ -36,7 +36,7 @@ class Library:
 
 def measure(
     group: Group, batch: int, heads: int, positions: int, dim: int, dtype: torch.dtype, config: Config | None,
-    repeats: int, *, causal: bool = False, zigzag: bool = False,
+    repeats: int, *, causal: bool = False, zigzag: bool = False, gluon: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure one shape; `positions` is the length of the whole sequence. Runs on every rank and returns the same
     figures on each. The error is that of dq, dk and dv against the library, relative to the largest gradient."""
@@ -78,21 +78,23 @@ def measure(
     tensors = Tensors(
         dout, query, key, value, out, lse, None, *(torch.empty_like(each) for each in (query, key, value))
     )
-    launch = prepare(group, tensors, Pattern(causal, layout), Scoring(), config)
+    call = (group, tensors, Pattern(causal, layout), Scoring(), config, "gluon" if gluon else None)
+    launch, plan = prepare(*call), explained(*call)
     host_driven()
     one_rank()
     torch.cuda.current_stream(device).synchronize()
     times, sustained = time_ways(group, dict(library=one_rank, fused=launch, host_driven=host_driven), repeats)
-    found = ring_attention_backward(dout, query, key, value, out, lse, **given, config=config)
     group.synchronize()
     at = torch.from_numpy(sequences.positions(rank)).to(device)
-    error = max(group.exchange("errors", _error(found, [each[:, :, at] for each in library()])))
+    error = max(
+        group.exchange("errors", _error((tensors.dq, tensors.dk, tensors.dv), [each[:, :, at] for each in library()]))
+    )
     gpus = min(torch.cuda.device_count(), size)
     floor_ms = max(times["library"] / gpus, wire_ms)
     return {
         "op": "ring_attention_backward", "batch": batch, "heads": heads, "positions": positions, "dim": dim,
         "causal": causal, "layout": layout, "dtype": str(dtype).removeprefix("torch."), "ranks": size,
-        "nodes": group.nodes, "gpus": torch.cuda.device_count(), "kernel": "triton", "link_gb_per_s": rate,
+        "nodes": group.nodes, "gpus": torch.cuda.device_count(), "kernel": plan.kernel, "link_gb_per_s": rate,
         "emulated": size > torch.cuda.device_count() or rate is not None,
         "fused_ms": times["fused"], "library_ms": times["library"] / gpus, "wire_ms": wire_ms, "network_ms": 0.0,
         "host_driven_ms": times["host_driven"], "speedup": times["host_driven"] / times["fused"],
@@ -101,7 +103,7 @@ def measure(
         "sustained_host_driven_ms": sustained["host_driven"],
         "sustained_floor_fraction": max(sustained["library"] / gpus, wire_ms) / sustained["fused"],
         "max_error": error, "error_bound": 1.0,
-        "plan": str(explain(dout, query, key, value, out, lse, **given, config=config)),
+        "plan": str(plan),
     }  # fmt: skip
 
 

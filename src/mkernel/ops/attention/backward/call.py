@@ -31,8 +31,8 @@ class Call(NamedTuple):
     dv: Any
     lse: Any  # pointer to the log-sum-exp of the forward pass
     dlse: Any  # pointer to its gradient; None unless DLSE
-    delta: Any  # pointer to a number per row: see `_prepare`
-    slots: Any  # pointer to the panels of other ranks; None with one rank
+    delta: Any  # pointer to a number per row, in the Gluon kernel to two: see `_prepare` of each kernel
+    slots: Any  # pointer to the panels of other ranks; None with one rank, and in the Gluon kernel
     partial: Any  # sums of tiles of dq between two parts of a unit; None unless PARTS
     schedule: Any  # which CTA has which tasks: see schedule.py
     ranges: Any  # which rows see a block of keys: see `plan.ranges_of`
@@ -51,7 +51,7 @@ class Call(NamedTuple):
     dim: Any  # of queries and keys
     value_dim: Any  # of values; None if it is the same
     blocks: Any  # tiles of queries per head
-    tiles: Any  # blocks of keys per panel
+    tiles: Any  # blocks of keys per panel, of TILE_N keys; in the Gluon kernel, of twice as many
     SENDERS: Any  # number of send CTAs
     INTRAS: Any  # number of intra CTAs
     PARTS: Any  # a unit takes several rounds

@@ -1,4 +1,4 @@
-"""The Triton kernel of ring_attention_backward: for every shape and dtype, any number of nodes, and the simulator.
+"""The Triton kernel of ring_attention_backward: for every shape and dtype, any number of nodes, and any GPU.
 
 CTAs are numbered by role: send, intra, compute. The package's docstring says what each role does, and why they cannot
 deadlock. Everywhere, `call` is a `Call` (call.py). Tensors are read through pointers.
@@ -219,7 +219,7 @@ def _add_others(comm, call, task, queries, row, dq):
 
 @triton.jit
 def _store_rows(heads, batch, head, row, values, count, columns):
-    """Store rows of a result, which has `count` rows of so many columns."""
+    """Store rows of a result, which has `count` rows of `columns` columns."""
     i = row + tl.arange(0, values.shape[0])[:, None]
     j = tl.arange(0, values.shape[1])[None, :]
     target = head_of(heads, batch, head) + i.to(tl.int64) * heads.row_stride + j.to(tl.int64) * heads.column_stride

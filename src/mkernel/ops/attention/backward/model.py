@@ -52,6 +52,7 @@ class _Gradients(Transfers):
 
     def run(self) -> None:
         """The batches of schedule.py, in its order."""
+        self.enter()
         rounds, (own, others) = self.plan.rounds, self.reductions
         first = len(self.queries) + len(self.keys)
         window = self.plan.window
@@ -65,35 +66,40 @@ class _Gradients(Transfers):
             if own and last <= step:
                 self.reduce_own(step - last, self.lanes_of(step - last, first, first + own))
 
-    def lanes_of(self, index: int, first: int, end: int) -> list[tuple[Array, Array]]:
-        """Tasks first..end-1 of a round: the n-th of each CTA, as (CTAs, numbers), for all n."""
+    def lanes_of(self, index: int, first: int, end: int) -> list[tuple[Array, Array, Array]]:
+        """Tasks first..end-1 of a round: the n-th of each CTA, as (CTAs, numbers, entries of the schedule), for all
+        n."""
         base = index * (len(self.queries) + len(self.keys) + sum(self.reductions))
         low, high = np.searchsorted(self.tasks, [base + first, base + end], sorter=self.by_task)
         chosen = np.sort(self.by_task[low:high])  # in the order of each CTA's list
         owners, numbers = self.lane[chosen], self.tasks[chosen] - base
         starts = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1]) if len(owners) else np.zeros(0, int)
         nth = np.arange(len(owners)) - np.repeat(starts, np.diff([*starts, len(owners)]))
-        return [(owners[nth == i], numbers[nth == i]) for i in range(int(nth.max(initial=-1)) + 1)]
+        entries = self.plan.config.ctas + 1 + chosen
+        return [(owners[nth == i], numbers[nth == i], entries[nth == i]) for i in range(int(nth.max(initial=-1)) + 1)]
 
     def compute(self, index: int) -> None:
         """Tiles of dq, and blocks of keys, whose partials are pushed."""
-        engine, plan = self.engine, self.plan
-        arrived = self.transfer(index) if engine.ranks > 1 else 0.0
+        engine, plan, arrived, last = self.engine, self.plan, self.arrived[index], 0
         writable = self.added[index - plan.window] if index >= plan.window else 0.0
-        for lanes, numbers in self.lanes_of(index, 0, len(self.queries) + len(self.keys)):
+        for lanes, numbers, entries in self.lanes_of(index, 0, len(self.queries) + len(self.keys)):
             is_query = numbers < len(self.queries)
             block = np.maximum(numbers - len(self.queries), 0)
             costs = np.concatenate([self.queries, self.keys])[numbers]
             seconds = costs * self.product
             is_own = ~is_query & (block // plan.tiles == engine.rank)
             early = np.where(is_own, seconds, np.where(is_query, seconds * self.own, 0.0))
-            self.ctas.work(early, "attend", lanes)
+            self.ctas.work(early, "attend", lanes, index=entries)
             self.ctas.wait(np.where(is_own, 0.0, arrived), "keys", lanes)
-            self.ctas.work(seconds - early, "attend", lanes)
+            self.ctas.work(seconds - early, "attend", lanes, index=entries)
             pushes = lanes[~is_query & ~is_own]
             if len(pushes):
                 self.push_partials(index, pushes, writable)
-        self.freed[index] = max(float(self.ctas.clock.max()), arrived)
+            latest = lanes[np.argmax(self.ctas.clock[lanes])]
+            if self.ctas.clock[latest] > self.freed[index]:
+                self.freed[index], last = self.ctas.clock[latest], int(latest)
+        self.freed[index] = max(self.freed[index], arrived)
+        self.free(index, last)
 
     def push_partials(self, index: int, lanes: Array, writable: float) -> None:
         """Of as many nodes, one part stays on this rank: it adds them up itself."""
@@ -104,26 +110,30 @@ class _Gradients(Transfers):
         self.ctas.wait(done, "NVLink", lanes)
         self.pushed[index] = max(self.pushed[index], float(done.max()) + machine.nvlink_seconds)
 
-    def reduce_for_others(self, index: int, batch: list[tuple[Array, Array]]) -> None:
+    def reduce_for_others(self, index: int, batch: list[tuple[Array, Array, Array]]) -> None:
         """The node's sums of other nodes' blocks, which then cross the network."""
         gpus, plan, machine = self.engine.gpus_per_node, self.plan, self.engine.machine
         first = len(self.queries) + len(self.keys) + self.reductions[0]
-        for lanes, numbers in batch:
+        for lanes, numbers, entries in batch:
             self.ctas.wait(self.pushed[index], "partials", lanes)
-            self.ctas.work(gpus * self.adding + machine.post_seconds, "reduce", lanes)
+            self.ctas.work(gpus * self.adding + machine.post_seconds, "reduce", lanes, index=entries)
             accepted, arrived = self.engine.network.send(
                 self.ctas.clock[lanes], self.bytes, 1 + (numbers - first) // plan.tiles
             )
             self.ctas.wait(accepted, "the network", lanes)
             self.summed[index] = max(self.summed[index], float(arrived.max()))
 
-    def reduce_own(self, index: int, batch: list[tuple[Array, Array]]) -> None:
-        terms = self.engine.gpus_per_node + self.engine.nodes - 1
-        for lanes, _ in batch:
+    def reduce_own(self, index: int, batch: list[tuple[Array, Array, Array]]) -> None:
+        nodes = self.engine.nodes
+        terms = self.engine.gpus_per_node + nodes - 1
+        for lanes, _, entries in batch:
             self.ctas.wait(self.pushed[index], "partials", lanes)
             self.ctas.wait(self.summed[index], "the network", lanes)
-            self.ctas.work(terms * self.adding, "reduce", lanes)
+            self.ctas.work(terms * self.adding, "reduce", lanes, index=entries)
             self.added[index] = max(self.added[index], float(self.ctas.clock[lanes].max()))
+        if nodes > 1 and index + self.plan.window < self.plan.rounds:  # others may use the slots of sums again
+            last = max((lanes[np.argmax(self.ctas.clock[lanes])] for lanes, _, _ in batch), key=self.ctas.clock.item)
+            self.engine.post(self.ctas, int(last), 0.0, np.arange(1, nodes))
 
 
 def run(engine: Engine, plan: Plan, problem: Problem) -> None:

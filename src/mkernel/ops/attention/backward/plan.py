@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import triton
 
+from mkernel.ops.attention.backward.choice import HOPPER_ROWS, HOPPER_STAGES, HOPPER_TILE, kernel_of
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
-from mkernel.ops.attention.plan import Tiles, completed, cut_rounds, places_of, round_up, spans_of
+from mkernel.ops.attention.plan import WARP_PUSH_RATE, Tiles, completed, cut_rounds, places_of, round_up, spans_of
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
@@ -28,6 +29,7 @@ class Plan:
     """What a call will do, and why. `str(plan)` explains it."""
 
     config: Settings
+    kernel: str  # "triton" or "gluon"
     sequences: Sequences
     nodes: int
     padded: int  # keys of a unit, rounded up to whole blocks
@@ -36,7 +38,8 @@ class Plan:
     value_columns: int  # columns of values, rounded up to a power of two
     parts: int  # rounds per unit
     part_rows: int  # keys of a panel
-    tiles: int  # blocks of keys of a panel
+    tiles: int  # blocks of tile_n keys of a panel
+    blocks: int  # tasks that they are: the Gluon kernel computes two with each
     window: int  # rounds that have slots at the same time
     rounds: int
     chunks: int  # per panel
@@ -48,6 +51,11 @@ class Plan:
     reasons: tuple[str, ...]
 
     @property
+    def hopper(self) -> bool:
+        """Whether the call runs the Gluon kernel for Hopper."""
+        return self.kernel == "gluon"
+
+    @property
     def credits(self) -> bool:
         """Whether the call reuses slots, so that writers need credits (`freed`, `added`)."""
         return self.sequences.size > 1 and self.rounds > self.window
@@ -55,9 +63,9 @@ class Plan:
     def __str__(self) -> str:
         c = self.config
         head = (
-            f"{OP}: triton kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of {c.chunk_rows} keys, room for "
-            f"{self.window} rounds"
+            f"{OP}: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
+            f"({c.send_ctas} send, {c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of "
+            f"{c.chunk_rows} keys, slots for {self.window} rounds"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
@@ -94,22 +102,23 @@ def ranges_of(sequences: Sequences, rank: int, tile_n: int) -> np.ndarray:
 
 
 def _tasks(
-    group: Group, sequences: Sequences, ranges: np.ndarray, tile_m: int, tile_n: int, tiles: int, heads: int
+    group: Group, sequences: Sequences, ranges: np.ndarray, tiles: Tiles, rows: int, blocks: int, heads: int
 ) -> Tasks:  # fmt: skip
-    """The tasks of a round, with costs in products of a tile. heads: of queries, per head of keys. If a unit takes
-    several rounds, costs have no meaning, and only their number counts."""
-    keys_of_tiles = sequences.key_blocks(group.rank, tile_m, tile_n)
+    """The tasks of a round, with costs in products of a tile. rows: queries that a block of keys goes through at a
+    time. blocks: of keys, in a panel. heads: of queries, per head of keys. If a unit takes several rounds, costs have
+    no meaning, and only their number counts."""
+    keys_of_tiles = sequences.key_blocks(group.rank, tiles.tile_m, tiles.tile_n)
     queries = [1.0 + DQ_PRODUCTS * count for count in keys_of_tiles.tolist()] * heads
-    first, end = ranges[:, :, 0] // tile_m, -(-ranges[:, :, 1] // tile_m)
+    first, end = ranges[:, :, 0] // rows, -(-ranges[:, :, 1] // rows)
     costs = 0.1 + DKV_PRODUCTS * heads * np.maximum(end - first, 0)
-    keys = costs.ravel().tolist() if costs.shape[1] == tiles else [1.0] * (sequences.size * tiles)
+    keys = costs.ravel().tolist() if costs.shape[1] == blocks else [1.0] * (sequences.size * blocks)
     several = sequences.size > 1
-    return Tasks(queries, keys, own=tiles if several else 0, others=(group.nodes - 1) * tiles)
+    return Tasks(queries, keys, own=blocks if several else 0, others=(group.nodes - 1) * blocks)
 
 
 def _resolve(
     group: Group, query: torch.Tensor, value: torch.Tensor, tiles: Tiles, sequences: Sequences, tasks: Tasks,
-    units: int, config: Config | None,
+    units: int, hopper: bool, config: Config | None,
 ) -> tuple[Settings, float, list[str]]:  # fmt: skip
     """(settings, when the copying CTAs are free, in products of a tile, and reasons): how many CTAs have which role."""
     gpus, nodes = group.gpus_per_node, group.nodes
@@ -123,36 +132,48 @@ def _resolve(
     keys = sum(sequences.keys_sent(source, peer) for source in sources for peer in node) * units
     pushed = keys * dims * query.element_size()
     link = group.world.links.nvlink * 1e9 if group.world.links.nvlink else planning.NVLINK_RATE
-    rate = planning.push_rate(max(gpus - 1, 1))
     seconds = products * product / most
     send_ctas = pick("send_ctas", 1 if nodes > 1 else 0)
-    copiers = planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0
-    intra_ctas = pick("intra_ctas", copiers)
+    wanted = max(len(tasks) * units, 1) + send_ctas
+    if hopper:  # one warp of each CTA pushes while the others compute
+        rate = WARP_PUSH_RATE
+        ctas = pick("ctas", min(most, wanted))
+        intra_ctas = pick("intra_ctas", ctas - send_ctas if gpus > 1 else 0)
+    else:
+        rate = planning.push_rate(max(gpus - 1, 1))
+        copiers = planning.copiers_for(pushed, rate, seconds, link, most) if gpus > 1 else 0
+        intra_ctas = pick("intra_ctas", copiers)
+        ctas = pick("ctas", min(most, wanted + intra_ctas))
     settings = Settings(
         tile_m=tiles.tile_m, tile_n=tiles.tile_n, tile_k=triton.next_power_of_2(query.shape[3]), group_m=1,
-        stages=tiles.stages, warps=tiles.warps,
-        ctas=pick("ctas", min(most, max(len(tasks) * units, 1) + send_ctas + intra_ctas)),
-        send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0, chunk_rows=tiles.chunk_rows,
-        copy_bytes=pick("copy_bytes", 32768 if group.target.type == "cuda" else 4096), steps=tiles.steps,
+        stages=tiles.stages, warps=tiles.warps, ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas, join_tiles=0,
+        chunk_rows=tiles.chunk_rows, copy_bytes=pick("copy_bytes", 32768 if group.target.type == "cuda" else 4096),
+        steps=tiles.steps,
     )  # fmt: skip
     push_seconds = pushed / min(rate * max(intra_ctas, 1), link)
     reasons = []
     if gpus > 1:
         reasons.append(
-            f"{intra_ctas} CTAs push {pushed} bytes of keys and values over NVLink: estimated {push_seconds * 1e3:.3g} "
-            f"ms, during {seconds * 1e3:.3g} ms of compute"
+            f"{pushed} bytes of keys and values are pushed over NVLink by {planning.count_of_ctas(intra_ctas)}: "
+            f"estimated {push_seconds * 1e3:.3g} ms, during {seconds * 1e3:.3g} ms of compute"
         )
     return settings, 1.25 * push_seconds / product, reasons
 
 
 def plan(
-    group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pattern: Pattern, config: Config | None
+    group: Group, inputs: dict[str, torch.Tensor], pattern: Pattern, softcap: float, config: Config | None,
+    kernel: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Decide how to run a call. The decision depends only on shapes, the pattern and the group."""
-    batch, heads, rows, dim = query.shape
+    """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group.
+
+    inputs: dout, query, key, value and out. kernel: "triton" or "gluon"; None is the preferred one that can run the
+    call.
+    """
+    query, key, value = (inputs[name] for name in ("query", "key", "value"))
+    batch, heads, rows, _ = query.shape
     kv_heads, length = key.shape[1], pattern.longest(key.shape[2])
     units, size, nodes = batch * kv_heads, group.size, group.nodes
-    width, value_columns = max(dim, value.shape[3]), triton.next_power_of_2(value.shape[3])
+    width, value_columns = max(query.shape[3], value.shape[3]), triton.next_power_of_2(value.shape[3])
     tiles = tiles_of(group, query, key, value, config)
     sequences = Sequences(size, length, pattern, None if rows == length else rows)
 
@@ -160,22 +181,27 @@ def plan(
     slots = max(size - 1 if nodes == 1 else size, 1)
     whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
-    rounds, blocks = units * parts, part_rows // tiles.tile_n
-    ranges = ranges_of(sequences, group.rank, tiles.tile_n)
+    chosen, why = kernel_of(group, inputs, parts, softcap, config, kernel)
+    hopper = chosen == "gluon"
+    if hopper:
+        tiles = replace(tiles, tile_m=HOPPER_TILE, tile_n=HOPPER_ROWS, stages=HOPPER_STAGES, warps=4)
+    rounds, block_keys = units * parts, HOPPER_TILE if hopper else tiles.tile_n
+    blocks = math.ceil(part_rows / block_keys)
+    ranges = ranges_of(sequences, group.rank, block_keys)
     tasks = _tasks(
-        group, sequences, ranges, tiles.tile_m, tiles.tile_n, blocks, heads // max(kv_heads, 1)
+        group, sequences, ranges, tiles, HOPPER_ROWS if hopper else tiles.tile_m, blocks, heads // max(kv_heads, 1)
     )  # fmt: skip
-    settings, free, reasons = _resolve(group, query, value, tiles, sequences, tasks, units, config)
-    _check(group, settings, value_columns, query.dtype)
+    settings, free, reasons = _resolve(group, query, value, tiles, sequences, tasks, units, hopper, config)
+    _check(group, settings, value_columns, query.dtype, hopper)
     if size > 1:
         keys = window * slots * part_rows * 2 * width * query.element_size() / 2**20
         partials = window * (size + nodes - 1) * part_rows * (settings.tile_k + value_columns) * 4 / 2**20
         reasons.append(
             f"the buffers take {keys:.3g} MiB for other ranks' keys and values and {partials:.3g} MiB for partials of "
-            f"their gradients: room for {window} of {rounds} rounds"
+            f"their gradients: slots for {window} of {rounds} rounds"
             + (f"; a head's keys come in {parts} parts, sums of dq are kept in between" if parts > 1 else "")
         )
-    helpers = settings.send_ctas + settings.intra_ctas
+    helpers = settings.send_ctas + (0 if hopper else settings.intra_ctas)
     # the last rounds cannot be pushed before their slots are free
     work = (sum(tasks.queries) + sum(tasks.keys)) * units / settings.ctas
     ready = max(free, work * (rounds - window) / max(rounds, 1))
@@ -184,25 +210,27 @@ def plan(
     )  # fmt: skip
     upload = group.world.memory.upload
     return Plan(
-        config=settings, sequences=sequences, nodes=nodes, padded=padded, slots=slots, width=width,
-        value_columns=value_columns, parts=parts, part_rows=part_rows, tiles=blocks, window=window, rounds=rounds,
-        chunks=math.ceil(part_rows / tiles.chunk_rows), precision=matmul_precision(query.dtype),
-        schedule=upload(group.world_rank, schedule), ranges=upload(group.world_rank, ranges.ravel().tolist()),
-        spans=spans_of(group, sequences), places=places_of(group, sequences), reasons=tuple(reasons),
+        config=settings, kernel=chosen, sequences=sequences, nodes=nodes, padded=padded, slots=slots, width=width,
+        value_columns=value_columns, parts=parts, part_rows=part_rows, tiles=part_rows // tiles.tile_n, blocks=blocks,
+        window=window, rounds=rounds, chunks=math.ceil(part_rows / tiles.chunk_rows),
+        precision=matmul_precision(query.dtype), schedule=upload(group.world_rank, schedule),
+        ranges=upload(group.world_rank, ranges.ravel().tolist()), spans=spans_of(group, sequences),
+        places=places_of(group, sequences), reasons=(why, *reasons),
     )  # fmt: skip
 
 
-def _check(group: Group, settings: Settings, value_columns: int, dtype: torch.dtype) -> None:
+def _check(group: Group, settings: Settings, value_columns: int, dtype: torch.dtype, hopper: bool) -> None:
     """Refuse settings that could not run."""
-    columns = 2 * max(settings.tile_m, settings.tile_n, settings.tile_k, value_columns)  # two sums at a time
-    if settings.tile_n * columns > planning.REGISTERS:
-        raise ArgumentError(
-            f"config.tile_n is {settings.tile_n}, but dk and dv of a block of keys, 2 x {settings.tile_n} x "
-            f"{settings.tile_k}, must fit into the {planning.REGISTERS} registers of a CTA, and so must its scores: "
-            f"with tile_m={settings.tile_m}, tile_n may be at most {planning.REGISTERS // columns}"
-        )
-    planning.check_tile(settings, dtype, False, columns=columns, staged=(settings.tile_m,) * 2)
+    if not hopper:  # which has fixed tiles
+        columns = 2 * max(settings.tile_m, settings.tile_n, settings.tile_k, value_columns)  # two sums at a time
+        if settings.tile_n * columns > planning.REGISTERS:
+            raise ArgumentError(
+                f"config.tile_n is {settings.tile_n}, but dk and dv of a block of keys, 2 x {settings.tile_n} x "
+                f"{settings.tile_k}, must fit into the {planning.REGISTERS} registers of a CTA, and so must its "
+                f"scores: with tile_m={settings.tile_m}, tile_n may be at most {planning.REGISTERS // columns}"
+            )
+        planning.check_tile(settings, dtype, False, columns=columns, staged=(settings.tile_m,) * 2)
     planning.check(
         settings, max_ctas=group.world.launcher.ctas(group.world_rank), least_send=1 if group.nodes > 1 else 0,
-        least_intra=1 if group.gpus_per_node > 1 else 0,
+        least_intra=1 if group.gpus_per_node > 1 else 0, copiers_compute=hopper,
     )  # fmt: skip

@@ -181,6 +181,16 @@ def notify_partial(comm, call, round_index, reducer, index, tile):
 
 
 @triton.jit
+def notify_pushed(comm, call, round_index, reducer, index, tile):
+    """`notify_partial`, when the emulated link, if there is one, would have transferred the partial."""
+    if call.rounds.PACED:
+        if reducer != rank_of(comm.context):
+            size = tl.cast(4 * call.TILE_N * (call.DIM + call.VALUE_DIM), tl.int64)
+            wait_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
+    notify_partial(comm, call, round_index, reducer, index, tile)
+
+
+@triton.jit
 def push_partial(comm, call, round_index, owner, tile, dk, dv):
     """Push this rank's partial of a block of the owner's keys to its reducer."""
     rank = rank_of(comm.context)
@@ -188,11 +198,7 @@ def push_partial(comm, call, round_index, owner, tile, dk, dv):
     index = partial_index(comm, call.rounds, round_index, owner, reducer, rank)
     wait_partial_writable(comm, call, round_index, owner, reducer)
     store_block(block_at(comm, call.exchange.partials, reducer, index, tile), dk, dv)
-    if call.rounds.PACED:
-        if reducer != rank:
-            size = tl.cast(4 * call.TILE_N * (call.DIM + call.VALUE_DIM), tl.int64)
-            wait_link(reserve_link(comm.context, size, call.rounds.nanoseconds_per_mib))
-    notify_partial(comm, call, round_index, reducer, index, tile)
+    notify_pushed(comm, call, round_index, reducer, index, tile)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mkernel.operators import Shape
-from mkernel.ops.attention.backward import TUNABLE, explain, prepare, ring_attention_backward
+from mkernel.ops.attention.backward import TUNABLE, explained, prepare, ring_attention_backward
 from mkernel.ops.attention.backward.launch import Tensors
 from mkernel.ops.attention.sequences import Pattern, Scoring
 from mkernel.runtime.config import Config
@@ -17,7 +17,7 @@ from mkernel.workloads import Call, Cost, Tried, Workload, blocks, pieces, randn
 
 def make(
     group: Group, shape: Shape, dtype: torch.dtype, *, causal: bool = True, zigzag: bool = False,
-    kv_heads: int | None = None,
+    kv_heads: int | None = None, gluon: bool = False,
 ) -> Call:  # fmt: skip
     batch, heads, sequence, dim = shape
     length, layout = sequence // group.size, "zigzag" if zigzag else "contiguous"
@@ -28,14 +28,22 @@ def make(
     out = randn(group, batch, heads, length, dim, dtype=dtype, seed=4)
     lse = randn(group, batch, heads, length, dtype=torch.float32, seed=5)
 
-    def run(config: Config | None) -> torch.Tensor:
-        gradients = ring_attention_backward(dout, q, k, v, out, lse, **given, config=config)
-        return torch.cat([gradient.ravel() for gradient in gradients])
+    kernel = "gluon" if gluon else None
+    pattern, scoring = Pattern(causal, layout), Scoring()
+    gradients = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
+    tensors = Tensors(dout, q, k, v, out, lse, None, *gradients)
 
-    tensors = Tensors(dout, q, k, v, out, lse, None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    def run(config: Config | None) -> torch.Tensor:
+        found = gradients
+        if kernel is None:
+            found = ring_attention_backward(dout, q, k, v, out, lse, **given, config=config)
+        else:
+            group.launch(prepare(group, tensors, pattern, scoring, config, kernel))
+        return torch.cat([gradient.ravel() for gradient in found])
+
     tried = Tried(
-        prepare=lambda config: prepare(group, tensors, Pattern(causal, layout), Scoring(), config),
-        explain=lambda config: explain(dout, q, k, v, out, lse, **given, config=config),
+        prepare=lambda config: prepare(group, tensors, pattern, scoring, config, kernel),
+        explain=lambda config: explained(group, tensors, pattern, scoring, config, kernel),
         sizes=dict(batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim, causal=causal, zigzag=zigzag),
     )
     return Call(run, tried)

@@ -141,7 +141,7 @@ def matmul_all_reduce(
 
 
 def shape_of(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the result for an a that is no matrix."""
+    """The shape of the result for an a that is not a matrix."""
     if a.dim() == 0:
         raise ArgumentError("a is a scalar; it must have at least one dimension, [..., k]")
     return (*a.shape[:-1], b.shape[-1])
@@ -152,7 +152,7 @@ def _run(
     reduce_dtype: torch.dtype | None, group: Any, out: torch.Tensor | None, fixed_order: bool, config: Config | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call on matrices."""
-    library.refuse_forward_mode(a=a, b=b, bias=bias, residual=residual)
+    library.refuse_transforms(a=a, b=b, bias=bias, residual=residual)
     if not library.needs_dispatcher(a, b, bias, residual, out):
         return call.matmul_all_reduce(
             a, b, bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group, out=out,

@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.hopper import ROWS, STORED, TILE_N, multiply_rows, store_rows
 from mkernel.lang.matrix import Block, Tiling
@@ -146,7 +146,7 @@ def _signal(comm, call, pushes):
         if call.link.PACED:
             # what a peer reads of this rank's finished tiles crosses the link, too
             moved += slot_bytes(call.exchange.partials) * tl.where(taken.owner == local, comm.RANKS_PER_NODE - 1, 1)
-            pace(start, moved, call.link.nanoseconds_per_mib)
+            wait_paced(start, moved, call.link.nanoseconds_per_mib)
         if taken.owner != local:
             distance = (taken.owner + comm.RANKS_PER_NODE - local) % comm.RANKS_PER_NODE
             i = comm.RANKS_PER_NODE - 1 - distance

@@ -44,14 +44,14 @@ def count_rounds(tiles):
 
 
 @triton.jit
-def round_at(place, rounds, local, RANKS_PER_NODE: tl.constexpr):
-    """(round, owner) at position `place` of this CTA's sequence: the round whose tile it takes, and the local rank that
+def round_at(position, rounds, local, RANKS_PER_NODE: tl.constexpr):
+    """(round, owner) at this position of the CTA's sequence: the round whose tile it takes, and the local rank that
     owns that tile. In every block, each rank owns one tile, and takes it last."""
     cta = tl.program_id(0)
-    start = place // RANKS_PER_NODE * RANKS_PER_NODE
+    start = position // RANKS_PER_NODE * RANKS_PER_NODE
     size = tl.maximum(tl.minimum(rounds - start, RANKS_PER_NODE), 1)  # the last block may be shorter
     own = (local + RANKS_PER_NODE - cta % RANKS_PER_NODE) % RANKS_PER_NODE
-    within = (own + 1 + place - start) % size
+    within = (own + 1 + position - start) % size
     return start + within, (cta + within) % RANKS_PER_NODE
 
 

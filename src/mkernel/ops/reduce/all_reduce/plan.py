@@ -100,7 +100,10 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
         pushed = elements * (gpus + 1) // gpus if in_switch else elements
     about_homes = []
     if group.nodes >= FEWEST_WITH_HOMES.value:
-        about_homes = ["one node adds the sums of all nodes for a tile, and sends the finished tile back"]
+        about_homes = [
+            f"{group.nodes} nodes: one of them adds the sums of all nodes for a tile, and sends the finished tile "
+            "back: as little as possible crosses the network"
+        ]
     decided = plan_of(
         OP,
         group,

@@ -212,10 +212,10 @@ def notify_finished(comm, exchange, block):
 
 
 @triton.jit
-def wait_finished(comm, exchange, place, block, tile):
-    """Wait for a finished tile of the rank `place` + 1 after this one. Returns 0.0, or NaN if the group gave up."""
+def wait_finished(comm, exchange, i, block, tile):
+    """Wait for a finished tile of the rank `i` + 1 after this one. Returns 0.0, or NaN if the group gave up."""
     missing = 0.0
-    signal = signal_at(comm, exchange.finished, rank_of(comm.context), place, slot_number(block))
-    if not wait_again(comm.context, signal, comm.epoch, COMPUTE, FINISHED_TILE, peer_behind(comm, 1 + place), tile):
+    signal = signal_at(comm, exchange.finished, rank_of(comm.context), i, slot_number(block))
+    if not wait_again(comm.context, signal, comm.epoch, COMPUTE, FINISHED_TILE, peer_behind(comm, 1 + i), tile):
         missing = float("nan")
     return missing

@@ -125,7 +125,7 @@ def scaled_matmul_all_reduce(
         added = None if residual is None else library.as_rows(residual)
         matrix, scale_a = library.out_as_rows(out, shape, 0), library.scale_as_rows(scale_a, a)
         a = library.as_rows(a)
-    library.refuse_forward_mode(bias=bias, residual=residual)
+    library.refuse_transforms(bias=bias, residual=residual)
     given: dict[str, Any] = dict(bias=bias, residual=added, out_dtype=out_dtype, reduce_dtype=reduce_dtype)
     if not library.needs_dispatcher(a, b, scale_a, scale_b, bias, residual, out):
         y = _call(

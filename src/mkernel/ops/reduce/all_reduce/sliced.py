@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import TABLE, Comm, current_epoch, rank_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.gemm import multiply_tile, store_tile
 from mkernel.lang.layout import word_of
@@ -147,7 +147,7 @@ def _run(comm, call):
     mine = _share(comm, call.exchange, total, tile)
     if call.link.PACED:
         pushed = tl.cast(comm.WORLD_SIZE - 1, tl.int64) * slot_bytes(call.exchange.partials)
-        pace(begun, pushed, call.link.nanoseconds_per_mib)
+        wait_paced(begun, pushed, call.link.nanoseconds_per_mib)
     trace(comm.context, TILES, PUSH_CHUNK, rank, tile, LAST)
     _notify_partial(comm, call.exchange, tile)
     mine = _add_slices(comm, call.exchange, mine, tile)
@@ -159,7 +159,7 @@ def _run(comm, call):
     trace(comm.context, TILES, GATHER, rank, tile, LAST)
     if call.link.PACED:
         gathered = tl.cast(comm.WORLD_SIZE - 1, tl.int64) * slot_bytes(call.exchange.finished_tiles)
-        pace(begun, pushed + gathered, call.link.nanoseconds_per_mib)
+        wait_paced(begun, pushed + gathered, call.link.nanoseconds_per_mib)
     finish(comm.context, comm.epoch, comm.WORLD_SIZE)
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import Comm, current_epoch, rank_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.matrix import Tile
 from mkernel.lang.signals import finish
 from mkernel.lang.trace import GATHER, LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
@@ -35,7 +35,7 @@ from mkernel.ops.reduce.all_reduce.protocol import (
     sum_nodes,
     wait_finished,
 )
-from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due, pace_progress
+from mkernel.ops.reduce.loop import Progress, for_each_tile, notify_due, wait_paced_progress
 from mkernel.ops.reduce.operands import count_tiles, with_matrices
 from mkernel.ops.reduce.protocol import (
     notify_partial,
@@ -126,7 +126,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     signal = progress.signal
     moved = progress.moved
     trace(comm.context, TILES, TILE, rank - local + taken.owner, taken.tile, LAST)
-    pace_progress(call.link, progress)
+    wait_paced_progress(call.link, progress)
     if signal != 0:
         notify_partial(comm, signal, True)
         signal = tl.full((), 0, tl.int64)
@@ -193,7 +193,7 @@ def _drain(comm, call, rounds, progress):
     NODES: tl.constexpr = comm.WORLD_SIZE // RANKS_PER_NODE
     local = rank_of(comm.context) % RANKS_PER_NODE
     blocks = tl.cdiv(rounds, RANKS_PER_NODE)
-    pace_progress(call.link, progress)
+    wait_paced_progress(call.link, progress)
     notify_due(comm, progress.signal)
     moved = progress.moved
     if NODES >= FEWEST_WITH_HOMES:
@@ -210,7 +210,7 @@ def _drain(comm, call, rounds, progress):
                 moved += _gather(comm, call, late, rounds)
     if RANKS_PER_NODE > 1:
         if call.link.PACED:
-            pace(progress.start, moved, call.link.nanoseconds_per_mib)
+            wait_paced(progress.start, moved, call.link.nanoseconds_per_mib)
 
 
 @triton.jit

@@ -142,7 +142,7 @@ def _run(
     reduce_dtype: torch.dtype | None, group: Any, out: torch.Tensor | None, config: Config | None,
 ) -> torch.Tensor:  # fmt: skip
     """A call on matrices."""
-    library.refuse_forward_mode(a=a, b=b, bias=bias, residual=residual)
+    library.refuse_transforms(a=a, b=b, bias=bias, residual=residual)
     if not library.needs_dispatcher(a, b, bias, residual, out):
         return call.matmul_reduce_scatter(
             a, b, bias=bias, residual=residual, reduce_dtype=reduce_dtype, group=group, out=out, config=config

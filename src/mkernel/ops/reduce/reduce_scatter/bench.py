@@ -11,7 +11,7 @@ from mkernel.bench.backward import Backward, Transfer, error_of, named
 from mkernel.bench.backward import measure as measure_backward_pass
 from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Published
 from mkernel.bench.problems import draw, product_bound, worst_of
-from mkernel.bench.published import GPUS, NODES, RANKS
+from mkernel.bench.published import RANKS, gathered
 from mkernel.bench.timing import Link, wires
 from mkernel.operators import Shape
 from mkernel.ops import all_gather_matmul
@@ -145,7 +145,7 @@ def measure_backward(group: Group, shape: tuple[int, int, int], dtype: torch.dty
 def _traffic(size: int) -> tuple[float, float]:
     """The same number of bytes as all_gather_matmul, in the opposite direction."""
     block = size // RANKS * size * 2
-    return NODES * (GPUS - 1) * block, (NODES - 1) * block
+    return gathered(block)
 
 
 BENCHMARK = Benchmark(

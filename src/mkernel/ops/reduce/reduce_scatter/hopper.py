@@ -31,7 +31,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
-from mkernel.lang.copy import pace
+from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
 from mkernel.lang.hopper import STORED, TILE_M, TILE_N, multiply_rows, store_rows
 from mkernel.lang.order import swizzle_tile
@@ -172,7 +172,7 @@ def _signal(comm, call, pushes):
             mbarrier.wait(pushes.stored.index(pushed % 2), (pushed // 2) & 1)
             if call.link.PACED:
                 sent += slot_bytes(call.exchange.partials)
-                pace(start, sent, call.link.nanoseconds_per_mib)
+                wait_paced(start, sent, call.link.nanoseconds_per_mib)
             notify(signal_at(comm, call.exchange.partial, owner, comm.WORLD_SIZE - 1 - rank_offset, tile), comm.epoch)
             mbarrier.arrive(pushes.signalled.index(pushed % 2), count=1)
             pushed += 1

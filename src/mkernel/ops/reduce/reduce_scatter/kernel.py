@@ -13,7 +13,7 @@ from mkernel.lang.signals import finish
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.epilogue import store_result
-from mkernel.ops.reduce.loop import Progress, for_each_tile, pace_progress
+from mkernel.ops.reduce.loop import Progress, for_each_tile, wait_paced_progress
 from mkernel.ops.reduce.operands import (
     INPUTS,
     RESULTS,
@@ -121,7 +121,7 @@ def _end_tile(comm, call, sequence, total, taken, progress):
     is_pushed = False  # a compile-time constant with one rank per node
     if comm.RANKS_PER_NODE > 1:
         if signal != 0:
-            pace_progress(call.link, progress)
+            wait_paced_progress(call.link, progress)
             notify_partial(comm, signal, True)
             signal = tl.full((), 0, tl.int64)
         is_pushed = taken.rank_offset != 0
@@ -145,7 +145,7 @@ def _run(comm, call):
     progress = for_each_tile(comm, call, sequence, _take, _locate, _prefetch, _end_tile, HOIST=False)
     if comm.RANKS_PER_NODE > 1:
         if progress.signal != 0:
-            pace_progress(call.link, progress)
+            wait_paced_progress(call.link, progress)
             notify_partial(comm, progress.signal, False)
     finish(comm.context, comm.epoch, WORLD_SIZE)
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from mkernel.lang.roles import this_cta
 
-MANY_NODES = tl.constexpr(4)  # from which on sums are spread over the launch: modelled, see docs/scale.md
+MANY_NODES = tl.constexpr(4)  # from here on, sums are spread over the launch: modelled, see docs/scale.md
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def deal_tiles(tiles, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
-    """(node offset, rank offset, tile) at position `place` of this CTA's sequence: that tile of the rows of the rank
+def tile_at(position, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
+    """(node offset, rank offset, tile) at this position of the CTA's sequence: that tile of the rows of the rank
     whose node and local rank follow this rank's by these offsets, cyclically."""
     cta = this_cta()
     ctas = tl.num_programs(0)
@@ -36,10 +36,10 @@ def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NOD
     OTHERS: tl.constexpr = WORLD_SIZE // RANKS_PER_NODE - 1  # nodes
     left = tiles % ctas
     last = tiles - left
-    node_offset = place * 0
-    rank_offset = place * 0
-    tile = place * 0
-    if place < early:
+    node_offset = position * 0
+    rank_offset = position * 0
+    tile = position * 0
+    if position < early:
         # a leftover tile; kinds, in order: pushed for other nodes, pushed within the node, reduced for other nodes
         kind = cta // tl.maximum(left, 1)
         tile = last + cta % tl.maximum(left, 1)
@@ -51,7 +51,7 @@ def tile_at(place, tiles, rounds, early, WORLD_SIZE: tl.constexpr, RANKS_PER_NOD
         else:
             node_offset = 1 + kind - (OTHERS + 1) * PEERS
     else:
-        index = place - early
+        index = position - early
         if index < rounds * OTHERS * RANKS_PER_NODE:
             which = index % max(OTHERS * RANKS_PER_NODE, 1)
             tile = index // max(OTHERS * RANKS_PER_NODE, 1) * ctas + cta

@@ -13,6 +13,10 @@ from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 
 OP = "matmul_reduce_scatter"
+SPREAD = (
+    "many nodes: sums are sent node by node, each behind the pushes for the next node, so that requests spread over "
+    "the launch"
+)
 
 
 def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config | None) -> tuple[int, int, int]:
@@ -46,6 +50,6 @@ def decide(group: Group, call: Sum) -> Plan:
         ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
-        reasons=("many nodes: sums are sent node by node",) if group.nodes >= MANY_NODES.value else (),
+        reasons=(SPREAD,) if group.nodes >= MANY_NODES.value else (),
     )
     return for_hopper(group, call, portable) if rows % hopper.TILE_M == 0 else portable

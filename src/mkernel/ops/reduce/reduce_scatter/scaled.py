@@ -126,7 +126,7 @@ def scaled_matmul_reduce_scatter(
         added = None if residual is None else library.as_rows(residual, dim)
         matrix, scale_a = library.out_as_rows(out, shape, dim), library.scale_as_rows(scale_a, a, dim)
         rows = library.as_rows(a, dim)
-    library.refuse_forward_mode(bias=bias, residual=residual)
+    library.refuse_transforms(bias=bias, residual=residual)
     given: dict[str, Any] = dict(bias=bias, residual=added, out_dtype=out_dtype, reduce_dtype=reduce_dtype)
     if not library.needs_dispatcher(a, b, scale_a, scale_b, bias, residual, out):
         y = _call(
