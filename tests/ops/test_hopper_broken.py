@@ -123,7 +123,7 @@ GATHERS = {
     "no fence between an arrival and TMA": (NO_FENCE_FOR_DESCRIPTORS, f"_load of .*{FENCE}"),
     "a chunk is announced before it is stored": (
         change(
-            gather._push,
+            gather.push,
             "row = chunk * gather.chunk_rows",
             """
             row = chunk * gather.chunk_rows
@@ -131,11 +131,11 @@ GATHERS = {
                 notify_chunk(comm, gather, (rank + i) % comm.WORLD_SIZE, rank, chunk)
             """,
         ),
-        "_push of .* stores to it|_push of .* stored to it|nobody has written",
+        "push of .* stores to it|push of .* stored to it|nobody has written",
     ),
-    "no barrier before an announcement": (NO_BARRIER, "_push of rank .*but a barrier must come between"),
+    "no barrier before an announcement": (NO_BARRIER, "push of rank .*but a barrier must come between"),
     "an announcement does not release": (RELAXED_NOTIFY, "not by a release"),
-    "a wait does not acquire": (RELAXED_WAIT, "_push of .* stored to it before, and nothing orders the two"),
+    "a wait does not acquire": (RELAXED_WAIT, "push of .* stored to it before, and nothing orders the two"),
     "both epochs use one half": (ONE_HALF, "race on rows in half 0", dict(calls=3)),
     "the last store is not waited for": (
         change(
@@ -298,7 +298,7 @@ ATTENTIONS = {
                 ),
             )
         },
-        "_push of .* stores to it|_push of .* stored to it|nobody has written",
+        "push of .* stores to it|push of .* stored to it|nobody has written",
     ),
     "no barrier before an announcement": (NO_BARRIER, "but a barrier must come between"),
     "an announcement does not release": (RELAXED_NOTIFY, "not by a release"),
