@@ -68,9 +68,6 @@ PORTABLE = {
 }
 # TMA, or NVLink's multicast
 SINCE_HOPPER = {
-    "ring_attention_backward_hopper_kernel": Call(
-        "ring_attention_backward", (1, 8, 2048, 128), ONE_NODE, options={"zigzag": True, "gluon": True}, ctas=33
-    ),
     "few_rows_kernel": Call("all_gather_matmul", (16, 1024, 8192), ONE_NODE),
     "reduce_few_rows_kernel": Call("matmul_reduce_scatter", (16, 1024, 32768), ONE_NODE),
     "multicast_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE, multicast=True),

@@ -12,11 +12,14 @@ def space(group: Group, plan: Any) -> Space:
     # without `steps`: how much memory a call may use is for the caller to decide
     c = plan.config
     several = group.size > 1
-    portable: Axes = dict(
-        tile_n=near(c.tile_n, 16, 128), tile_m=near(c.tile_m, 16, 128), stages=(1, 2, 3), warps=(4, 8),
+    between: Axes = dict(
         ctas=ctas_near(group, plan, helpers=True),
         chunk_rows=near(c.chunk_rows, c.tile_n, plan.part_rows) if several else (),
-        send_ctas=copiers_near(group, c.send_ctas), intra_ctas=copiers_near(group, c.intra_ctas),
+        send_ctas=copiers_near(group, c.send_ctas),
         copy_bytes=COPY_BYTES if several else (),
-    )  # fmt: skip
-    return Space(without(portable, c), portable_stages=2)
+    )
+    between = without(between, c)  # applies to both kernels
+    # in the Hopper kernel, all CTAs copy
+    copiers: Axes = dict(intra_ctas=copiers_near(group, min(c.intra_ctas, 2) if plan.hopper else c.intra_ctas))
+    tiles: Axes = dict(tile_n=near(c.tile_n, 16, 128), tile_m=near(c.tile_m, 16, 128), stages=(1, 2, 3), warps=(4, 8))
+    return Space(without(tiles, c) | between | without(copiers, c), hopper=between, portable_stages=2)
