@@ -62,8 +62,8 @@ class Machine:
         for place, value in zip(places, after):
             self.bytes[place : place + 8].view(np.int64)[0] = value
         if acquire:
-            for word in addresses.tolist():
-                order.acquired(word, self.races.clock_of(word), by_all=len(words) == 1)
+            for word, old, value in zip(addresses.tolist(), before, after):
+                order.acquired(word, self.races.clock_of(word), by_all=len(words) == 1, value=max(old, value))
         if release:
             clock = order.released()
             for word, old, value in zip(addresses.tolist(), before, after):

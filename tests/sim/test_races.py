@@ -537,6 +537,38 @@ def test_a_reader_that_may_come_first(missing):
 
 
 @triton.jit
+def early_acquire(context, x, start, out, SEM: tl.constexpr, SIZE: tl.constexpr):
+    """Rank 1 acquires the signal before rank 0 is allowed to set it, and then polls it."""
+    epoch, rank = current_epoch(context), rank_of(context)
+    signal, data = segment_of(context, 0, tl.int64), segment_of(context, 0, tl.int64) + start
+    if rank == 0:
+        wait(context, signal + 1, epoch, COMPUTE, ENTERED, 1, 0)
+        tl.store(data, tl.load(x))
+        notify(signal, epoch)
+    else:
+        tl.atomic_add(signal, 0, sem="acquire", scope="sys")
+        notify(signal + 1, epoch)
+        while tl.atomic_add(signal, 0, sem=SEM, scope="sys") < epoch:
+            pass
+        waited_for(signal, True, epoch)
+        tl.store(out, tl.load(data))
+    finish(context, epoch, SIZE)
+
+
+@pytest.mark.parametrize("sem", ["acquire", "relaxed"])
+def test_an_acquire_before_the_signal_was_set(sem):
+    def on_rank(group):
+        start = workspace_of(group).data_start // 8
+        with_context(group, early_acquire, x=words() + 7, start=start, out=words(), SEM=sem, SIZE=group.size)
+
+    if sem == "acquire":
+        passes(on_rank, gpus=2)
+    else:
+        for message in races(on_rank, gpus=2):
+            assert "with an operation that does not acquire" in message
+
+
+@triton.jit
 def wrong_epoch(context, x, start, out, BACK: tl.constexpr, SIZE: tl.constexpr):
     """Rank 0 writes, and says so at the end; both ranks know that the epochs before are complete."""
     epoch, rank = current_epoch(context), rank_of(context)

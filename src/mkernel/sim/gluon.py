@@ -28,7 +28,7 @@ from mkernel.sim.blocks import dot
 from mkernel.sim.blocks import full as make_full
 from mkernel.sim.cta import running
 from mkernel.sim.dtypes import FLOAT32, INT32, KernelError, describe, info
-from mkernel.sim.order import joined, only
+from mkernel.sim.order import only
 from mkernel.sim.shared import MOST_BYTES, Allocation, SharedBlock, places_of
 from mkernel.sim.tensors import Tensor, to_tensor
 from mkernel.sim.warps import WARP, Barrier, GluonCta, WarpOrder, WarpTask
@@ -106,8 +106,12 @@ def _barrier_at(word: SharedBlock) -> Barrier:
 
 def init_barrier(word: SharedBlock, count: int) -> None:
     task = _warps()
-    barriers = task.block.barriers
-    barriers[word.address] = Barrier(f"mbarrier {len(barriers)}", count, word.address)
+    number = task.block.mbarriers = task.block.mbarriers + 1
+    sites = task.scheduler.memory.sites
+    site = sites.here(2)
+    task.block.barriers[word.address] = Barrier(
+        f"mbarrier {number - 1}", number, count, "arrivals", lambda: sites.long(site, 2)
+    )
 
 
 def invalidate_barrier(word: SharedBlock) -> None:
@@ -135,11 +139,14 @@ def wait_barrier(word: SharedBlock, phase: Any, pred: Any = True, deps: Sequence
         barrier, parity = _barrier_at(word), int(to_tensor(phase)._data)
         if parity not in (0, 1):
             raise KernelError(f"the phase of an mbarrier is 0 or 1, got {parity}")
-        barrier.wait(_warps(), lambda: barrier.phase & 1 != parity)
+        barrier.wait(_warps(), lambda: barrier.phase & 1 != parity, f"a phase with parity {parity}")
 
 
 def _holds(pred: Any) -> bool:
-    return bool(to_tensor(pred)._data)
+    condition = to_tensor(pred)
+    if condition.shape:
+        raise KernelError(f"expected a condition, got {describe(condition)}")
+    return bool(condition._data)
 
 
 # -- TMA
@@ -173,6 +180,9 @@ def _check_block(descriptor: Any, memory: SharedBlock, what: str) -> None:
         raise KernelError(f"{what} needs a tensor descriptor, got {describe(descriptor)}")
     if tuple(memory.shape) != tuple(descriptor.block_shape) or memory.dtype is not descriptor.dtype:
         raise KernelError(f"{what} moves blocks {descriptor.dtype}{list(descriptor.block_shape)}, got {memory}")
+    if memory.layout != descriptor.layout:
+        raise KernelError(f"{what} needs memory with the layout of its descriptor, {descriptor.layout}, "
+                          f"got {memory.layout}")  # fmt: skip
 
 
 def async_load(
@@ -182,16 +192,19 @@ def async_load(
     if not _holds(pred):
         return
     task, counted = _warps(), _barrier_at(barrier)
-    value, order = tensor_desc.load(coord), _order(task)
-    if order is None:
+    order = _order(task)
+    loads = None
+    if order is not None:
+        loads = order.descriptor_reads = order.loads_of(counted)
+    value = tensor_desc.load(coord)
+    if order is None or loads is None:
         result.write(value)
     else:
-        result.write(value, order.asynchronous(order.loads))
-        loaded = joined(only(order.loads, order.loads.last), only(order.fetches, order.fetches.last))
-        counted.pass_on((loaded, loaded))
+        result.write(value, order.asynchronous(loads))
+        counted.pass_on((only(loads, loads.last),) * 2)
     counted.nbytes -= result.numel * info(result.dtype).memory.itemsize
     if counted.nbytes < 0:
-        raise KernelError(f"{-counted.nbytes} more bytes were loaded than {counted.name} expects")
+        raise KernelError(f"{-counted.nbytes} more bytes were loaded than {counted} expects")
     counted.end_phase(task)
 
 
@@ -239,6 +252,12 @@ class Product:
     def __getattr__(self, name: str) -> Any:
         raise KernelError(f"`{name}` of a product that may still be computed: use what warpgroup_mma_wait returns")
 
+    def _early(self, *others: Any) -> Any:
+        raise KernelError("a product is used that may still be computed: use what warpgroup_mma_wait returns")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _early
+    __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = _early
+
 
 def warpgroup_mma_init(value: Any) -> Product:
     return value if isinstance(value, Product) else Product(value, 0)
@@ -252,6 +271,9 @@ def warpgroup_mma(
     order = _order(task)
     if not isinstance(b, SharedBlock):
         raise KernelError(f"the right operand of warpgroup_mma must be in shared memory, got {describe(b)}")
+    for part, axis in ((a, 1), (b, 0)):
+        if isinstance(part, SharedBlock) and info(part.dtype).bits == 8 and not part.is_contiguous_along(axis):
+            raise KernelError(f"the tensor cores need k contiguous in shared memory for 8-bit types: transpose {part}")
     reader = None if order is None else order.asynchronous(order.products)
     left, right = (part.read(reader) if isinstance(part, SharedBlock) else part for part in (a, b))
     total = acc._value if isinstance(acc, Product) else acc
@@ -315,12 +337,19 @@ def _named_barrier(asm: str) -> Callable[[Tensor], Tensor] | None:
 
     def instruction(value: Tensor) -> Tensor:
         task = _warps()
-        barrier = task.block.barriers.setdefault(-number - 1, Barrier(f"named barrier {number}", threads))
+        made = Barrier(f"named barrier {number}", -number, threads, "threads")
+        barrier = task.block.barriers.setdefault(-number - 1, made)
+        if barrier.count != threads or threads % WARP or number > 15:
+            raise KernelError(
+                f"bar.{found[1]} {number}, {threads}: others use barrier {number} with {barrier.count} threads"
+                if barrier.count != threads
+                else f"bar.{found[1]} {number}, {threads}: barriers are 0 to 15, and threads come in warps of {WARP}"
+            )
         task.scheduler.pause(task)
         phase = barrier.phase
         barrier.arrive(task, task.warps * WARP)
         if blocks:
-            barrier.wait(task, lambda: barrier.phase > phase)
+            barrier.wait(task, lambda: barrier.phase > phase, f"phase {phase + 1}")
         return value
 
     return instruction
@@ -335,6 +364,9 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Any, dtype: Any, is
 
 
 # -- which function stands for which
+
+
+NAMES = {gl: "gl.", mbarrier: "mbarrier.", tma: "tma."}
 
 
 def _unknown(name: str) -> Callable[..., Any]:
@@ -364,7 +396,7 @@ def _implementations() -> dict[Any, Any]:
         for name, value in vars(module).items():
             if tl.core.is_builtin(value) and value not in found:
                 same = language.FUNCTIONS.get(name) if module is gl else None
-                found[value] = same or _unknown(f"{module.__name__.rpartition('.')[2]}.{name}")
+                found[value] = same or _unknown(f"{NAMES.get(module, '')}{name}")
     for name, value in vars(gl).items():  # those that Triton's library writes in its own language
         theirs = getattr(tl, name, None)
         if name in language.FUNCTIONS and callable(value) and value is not theirs and value not in found:

@@ -21,7 +21,7 @@ from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import CtaTask
 from mkernel.sim.shadow import SPENT, Access
 from mkernel.sim.tasks import Task
-from mkernel.sim.warps import GluonCta, WarpTask, order_of_warps
+from mkernel.sim.warps import GluonCta, WarpOrder, WarpTask
 
 DEFAULT_STREAM = "default"
 POISON = 0xFF  # bytes of NaN in bf16, fp16 and fp32
@@ -82,7 +82,7 @@ class RunningLaunch:
             if races is not None:
                 name = f"rank {self.rank}, CTA {self.started} of {self.op}"
                 known = joined(self.clock, self.simulator.stream_clock(self.rank, self.stream))
-                of_cta = order_of_warps if self.is_gluon else Races.cta
+                of_cta = WarpOrder if self.is_gluon else Races.cta
                 order = of_cta(races, (self.rank, self.stream, self.started), name, known)
             make = GluonCta if self.is_gluon else CtaTask
             task = make(self.simulator.scheduler, self.rank, self, self.started, self.grid, time, order)

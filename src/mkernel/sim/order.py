@@ -20,13 +20,22 @@ the expected value (`Word.since`), and a wait for the wrong epoch is found in ev
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 EVERYTHING = np.iinfo(np.int32).max  # all events of a thread happen before its next one
 ROOM = 256  # clocks grow by this many threads at a time
 STEPS = 1000  # values of a word that are kept, at least
+
+PATHS = {  # what accesses on a path need, by the name of what lets them know what the CTA knows
+    "acquire_for_descriptors": "accesses through tensor descriptors need acquire_for_descriptors() after the wait",
+    "fence_aliases": "accesses through multicast addresses need fence_aliases() after the wait",
+    "fence_async_shared": "what TMA and the tensor cores access in shared memory, after it was stored with ordinary "
+                          "instructions, needs fence_async_shared() between that and the arrival",
+}  # fmt: skip
 
 Clock = np.ndarray  # int32: by thread, its last event that happened before; 0 for threads beyond its end
 NOTHING: Clock = np.zeros(0, dtype=np.int32)  # the empty clock
@@ -95,8 +104,9 @@ class Thread:
         self.last = 0  # its last event
         self.released_up_to = 0  # its last event that was released
         self.speaker = self  # the thread that releases and waits on its behalf
-        self.asynchronous = False  # does it go on while its speaker does something else?
         self.completed_by = ""  # what its speaker must call before a release covers it; a barrier is always needed
+        self.counted_by: Any = None  # the mbarrier to wait for, if it is loads by TMA
+        self.warps_of: Hashable = None  # the CTA of which it is some warps
         self.begin(NOTHING)
 
     def begin(self, clock: Clock) -> None:
@@ -139,7 +149,7 @@ class Cta:
         self._by_all: dict[int, Clock] = {}
         self._by_each: dict[int, Clock] = {}
         self._behind_barrier: list[Clock] = []
-        self._acquired: set[int] = set()  # words acquired since the last wait for them
+        self._acquired: dict[int, int] = {}  # words acquired since the last wait for them, and the value seen last
         self._cover()
         self.fence_descriptors()
         self.fence_multicast()
@@ -149,16 +159,16 @@ class Cta:
         self._covered = self.main.last
         self._covered_others = [self.main.knows_of(thread) for thread in (self.descriptors, self.multicast)]
 
-    def acquired(self, word: int, clock: Clock, by_all: bool) -> None:
-        """A word was acquired, by a scalar operation (by_all) or as one of many words."""
+    def acquired(self, word: int, clock: Clock, by_all: bool, value: int) -> None:
+        """A word that had this value was acquired, by a scalar operation (by_all) or as one of many words."""
         (self._by_all if by_all else self._by_each)[word] = clock
-        self._acquired.add(word)
+        self._acquired[word] = value
 
-    def guaranteed(self, word: int, clock: Clock, by_all: bool) -> bool:
-        """A wait for the word has ended, and guarantees this clock. Return False if it has not acquired the word."""
-        if word not in self._acquired:
+    def guaranteed(self, word: int, expected: int, clock: Clock, by_all: bool) -> bool:
+        """A wait for this value of the word has ended, and guarantees this clock. Return False if it has not acquired
+        the word since it has that value."""
+        if self._acquired.pop(word, expected - 1) < expected:
             return False
-        self._acquired.remove(word)
         if by_all:
             self._by_all.pop(word, None)
             self.main.acquire(clock)

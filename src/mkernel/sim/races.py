@@ -25,18 +25,12 @@ from typing import Any
 import numpy as np
 
 from mkernel.runtime.errors import RaceError, SimulatorError
-from mkernel.sim.order import NOTHING, Clock, Cta, Thread, Word, joined
+from mkernel.sim.order import NOTHING, PATHS, Clock, Cta, Thread, Word, joined
 from mkernel.sim.shadow import SPENT, UNWRITTEN, Access, Shadow
 
 SIMULATOR_FRAMES = 4  # the fewest frames of the simulator between a line of a kernel and where it is recorded
 FRAMES = 8  # kernel functions of a site, from the innermost
 WAITS = 16  # and waits
-# what needs a fence, by the fence
-PATHS = {
-    "acquire_for_descriptors": "tensor descriptors",
-    "fence_aliases": "multicast addresses",
-    "fence_async_shared": "TMA and the tensor cores to shared memory",
-}
 NETWORK = -1  # NETWORK - rank stands for the network of a rank among the users of a word
 RELEASES = 64  # of a thread that are kept, to say which of them would have ordered an access
 _PACKAGE = Path(__file__).parent.parent
@@ -66,6 +60,17 @@ class Waited:
     site: int
 
 
+@dataclass(frozen=True)
+class AtBarrier:
+    """An arrival of warps at a barrier of their CTA, or a wait that has ended there."""
+
+    barrier: Any
+    phase: int
+    after: int  # it comes after all events up to this one
+    site: int
+    clocks: tuple[Clock, Clock] = (NOTHING, NOTHING)  # that an arrival passes on
+
+
 class Sites:
     """Places in kernels."""
 
@@ -75,10 +80,10 @@ class Sites:
         self._named: dict[str, int] = {}
         self._is_kernel: dict[CodeType, bool] = {}
 
-    def here(self) -> int:
-        """The current line of the kernel."""
+    def here(self, frames: int = SIMULATOR_FRAMES) -> int:
+        """The current line of the kernel, which is at least so many frames above."""
         found: list[Any] = []
-        frame: FrameType | None = sys._getframe(SIMULATOR_FRAMES)
+        frame: FrameType | None = sys._getframe(frames)
         known = self._is_kernel.get
         while frame is not None:
             code = frame.f_code
@@ -114,11 +119,11 @@ class Sites:
             return site
         return _line(*site[0]) if site else "somewhere"
 
-    def long(self, number: int) -> str:
+    def long(self, number: int, functions: int = FRAMES) -> str:
         site = self._sites[number]
         if isinstance(site, str):
             return site
-        return ", called from ".join(_line(*each) for each in site) or "somewhere"
+        return ", called from ".join(_line(*each) for each in site[:functions]) or "somewhere"
 
     def caller(self, number: int) -> str:
         """The call site of a function of lang/signals.py, which the author of a kernel recognizes."""
@@ -171,6 +176,8 @@ class Races:
         self._releases: dict[int, deque[Release]] = {}  # by thread
         self._waited: dict[int, deque[Waited]] = {}  # by thread
         self._changed: dict[int, deque[tuple[int, int]]] = {}  # by thread: its atomic changes, and the words
+        self._arrived: dict[int, deque[AtBarrier]] = {}  # by thread
+        self._left: dict[int, deque[AtBarrier]] = {}  # by thread: barriers that it has waited for
 
     @property
     def waits(self) -> dict[str, list[int]]:
@@ -222,18 +229,9 @@ class Races:
     ) -> None:
         """A word was set to a value, instead of `before`, by an operation that releases this clock."""
         self._words.setdefault(word, Word(before)).release(before, value, clock)
-        self.told(thread, clock, word, value, site)
-
-    def told(self, thread: Thread, clock: Clock, word: int, value: int, site: int | None = None) -> None:
-        """A thread has passed on this clock, with the word or the mbarrier there, for messages."""
         site = self.sites.here() if site is None else site
         releases = self._releases.setdefault(thread.number, deque(maxlen=RELEASES))
         releases.append(Release(word, value, clock, self._last, site))
-
-    def heard(self, thread: Thread, word: int, value: int) -> None:
-        """A thread has waited for a phase of the mbarrier there, for messages."""
-        waits = self._waited.setdefault(thread.number, deque(maxlen=WAITS))
-        waits.append(Waited(word, value, True, False, self.sites.here()))
 
     def scopes(self, rank: int, words: Sequence[int], one_gpu: bool, site: int | None = None) -> None:
         """A CTA of a rank, or the network of a rank, uses these words by atomics of scope "gpu" or "sys". Words that
@@ -278,9 +276,34 @@ class Races:
         site = self.sites.here()
         waits = self._waited.setdefault(cta.main.number, deque(maxlen=WAITS))
         for word, value in zip(words, expected):
-            acquired = cta.guaranteed(word, self.clock_since(word, value), by_all)
+            acquired = cta.guaranteed(word, value, self.clock_since(word, value), by_all)
             waits.append(Waited(word, value, acquired, not by_all, site))
         self._waits.setdefault(site, [0, 0])[late] += 1
+
+    def arrived(self, thread: Thread, barrier: Any, phase: int, clocks: tuple[Clock, Clock], site: int) -> None:
+        """Warps have arrived at a barrier of their CTA."""
+        arrived = self._arrived.setdefault(thread.number, deque(maxlen=RELEASES))
+        arrived.append(AtBarrier(barrier, phase, self._last, site, clocks))
+
+    def waited_at(self, thread: Thread, barrier: Any, phase: int, site: int) -> int:
+        """Warps have waited for a barrier of their CTA. Returns the event."""
+        event = self._event(thread, site)
+        self._left.setdefault(thread.number, deque(maxlen=RELEASES)).append(AtBarrier(barrier, phase, event, site))
+        return event
+
+    def check_waits(self, barrier: Any, phase: int, waits: Sequence[tuple[Thread, int]], clock: Clock) -> None:
+        """The next phase of a barrier ends, after arrivals with this clock: all waits for this one must come before."""
+        for thread, event in waits:
+            if thread.number >= len(clock) or event > clock[thread.number]:
+                raise RaceError(
+                    f"race on {barrier}\n"
+                    f"  {thread.name} has waited for its phase {phase}:\n"
+                    f"    {self.sites.long(self._site_of[event])}\n"
+                    f"  Nothing orders that before the end of phase {phase + 1}:\n"
+                    f"    {self.sites.long(self.sites.here())}\n"
+                    "  Had it come later, it would have waited for ever, because a wait only tells whether the number "
+                    "of phases is even. Those who arrive must first hear from those who wait."
+                )
 
     def forget(self, shadow: Shadow) -> None:
         """The memory was freed, or reset while nobody used it."""
@@ -485,15 +508,14 @@ class Races:
         thread = self._by_number[self._thread_of[earlier]]
         first, second = thread.speaker, actor.thread.speaker
         one, other = first.name, second.name
-        if first is second:
+        if first is second and not thread.counted_by:
             return f"{thread.completed_by or actor.fence}() must come between the two."
-        if thread.asynchronous and first.knows_of(thread) < earlier:
-            return f"It may still be under way: {thread.completed_by}() must come before {one} tells others."
         if actor.fence and actor.cta is not None:
             actor.cta.settle()
             if actor.cta.main.knows_of(thread) >= earlier:
-                path = PATHS[actor.fence]
-                return f"{other} has waited for that, but accesses through {path} need {actor.fence}() after the wait."
+                return f"{other} has waited for that, but {PATHS[actor.fence]}."
+        if first.warps_of is not None and first.warps_of == second.warps_of:
+            return self._between_warps(thread, earlier, one, other, second)
         waits = {each.word: each for each in self._waited.get(second.number, ())}
         releases = [each for each in self._releases.get(first.number, ()) if self.is_named(each.word)]
         releases.sort(key=lambda each: each.word not in waits)  # releases that the other one waited for come first
@@ -524,6 +546,26 @@ class Races:
             )
         return f"{one} has signalled nothing since; {self._last_wait(event)}."
 
+    def _between_warps(self, thread: Thread, earlier: int, one: str, other: str, second: Thread) -> str:
+        """What would have ordered an event after an earlier one in other warps of the same CTA."""
+        waits = self._left.get(second.number, ())
+        last = (
+            f"it last waited ({self._at(waits[-1].site)}) for {waits[-1].barrier}"
+            if waits
+            else "it has waited for none"
+        )
+        if thread.counted_by:
+            return f"the load is complete when {thread.counted_by} says so, which {other} must wait for first: {last}."
+        since = [each for each in self._arrived.get(thread.speaker.number, ()) if each.after >= earlier]
+        if not since:
+            return f"{one} has arrived at no barrier since, for which {other} could have waited: {last}."
+        which = {each.barrier for each in waits}
+        arrival = min(since, key=lambda each: each.barrier not in which)  # the first of those that it waited for
+        then = f"{one} then arrived ({self._at(arrival.site)}) at {arrival.barrier}"
+        if thread.number >= len(arrival.clocks[0]) or arrival.clocks[0][thread.number] < earlier:
+            return f"{then}, but {thread.completed_by}() must come between the access and that."
+        return f"{then}, which {other} must wait for first: {last}."
+
     def _not_waited(self, release: Release, one: str, other: str, event: int, wait: Waited | None) -> str:
         """One has released enough; why has the other not acquired it?"""
         told = self._set(release, one, "then")
@@ -548,7 +590,9 @@ class Races:
 
     def _last_wait(self, event: int) -> str:
         thread = self._by_number[self._thread_of[event]].speaker
-        waits = self._waited.get(thread.number)
+        waits, barriers = self._waited.get(thread.number), self._left.get(thread.number)
+        if not waits and barriers:
+            return f"{thread.name} last waited ({self._at(barriers[-1].site)}) for {barriers[-1].barrier}"
         if not waits:
             return f"{thread.name} has waited for nothing"
         wait = waits[-1]

@@ -278,8 +278,8 @@ class CtaTask(Task):
     ) -> None:  # fmt: skip
         """The acquires and releases of an atomic operation. by_all: it is a scalar operation."""
         if acquire:
-            for word in words:
-                order.acquired(word, races.clock_of(word), by_all)
+            for word, old, value in zip(words, before, now):
+                order.acquired(word, races.clock_of(word), by_all, max(old, value))
                 self.poll_counts[word] = self.poll_counts.get(word, 0) + 1
         if release:
             clock = order.released()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mkernel.sim.cta import running
-from mkernel.sim.dtypes import INTEGER, KernelError, describe, from_memory, info, to_memory
+from mkernel.sim.dtypes import INTEGER, KernelError, NoAttribute, describe, from_memory, info, to_memory
 from mkernel.sim.races import Actor
 from mkernel.sim.shadow import Access, Region
 from mkernel.sim.tensors import Tensor, convert
@@ -147,6 +147,9 @@ class SharedBlock:
 
     __repr__ = __str__
 
+    def __getattr__(self, name: str) -> Any:
+        raise NoAttribute(f"shared memory has no attribute `{name}` in the simulator")
+
     def _with(self, places: np.ndarray) -> SharedBlock:
         return SharedBlock(self._allocation, self._base, places, self.dtype, self.layout)
 
@@ -155,13 +158,13 @@ class SharedBlock:
     def index(self, index: Any) -> SharedBlock:
         number = _whole(index)
         if not 0 <= number < len(self._places):
-            raise KernelError(f"index({number}) of {self}")
+            raise KernelError(f"index({number}) is not in {self}")
         return self._with(self._places[number])
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> SharedBlock:
         first, count = _whole(start), _whole(length)
         if first < 0 or first + count > self.shape[dim]:
-            raise KernelError(f"slice({first}, {count}, dim={dim}) of {self}")
+            raise KernelError(f"slice({first}, {count}, dim={dim}) is not in {self}")
         return self._with(self._places[(slice(None),) * dim + (slice(first, first + count),)])
 
     def permute(self, order: Sequence[int]) -> SharedBlock:
@@ -180,6 +183,11 @@ class SharedBlock:
     _reinterpret = reinterpret
 
     def _keep_alive(self) -> None: ...
+
+    def is_contiguous_along(self, axis: int) -> bool:
+        """Are the first two elements along an axis neighbours?"""
+        second = tuple(int(each == axis) for each in range(self.rank))
+        return bool(self._places[second] == self._places.flat[0] + 1)
 
     # -- contents
 

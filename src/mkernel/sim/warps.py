@@ -3,11 +3,12 @@
 `gl.warp_specialize` makes every role but the first a task of its own (`WarpTask`), which runs concurrently with the
 others. Tasks of a CTA share its memory (`shared.py`), its mbarriers and its named barriers.
 
-What is asynchronous on a GPU takes effect at once here, and the race detector knows when it may have happened. A load
-by TMA belongs to a thread of its own (`order.Thread`), whose events are known to those who have waited for its
-mbarrier; a product reads its operands until `warpgroup_mma_wait`, a store by TMA reads its source until
-`tma.store_wait`. So a stage that is overwritten or read too early is found in every schedule. An arrival at an mbarrier
-covers everything that its warps did before: Triton puts a barrier of the warps in front of it.
+What is asynchronous on a GPU takes effect at once here, and the race detector knows when it may have happened. The
+loads by TMA that one mbarrier counts belong to a thread of their own (`order.Thread`), whose events are known to those
+who have waited for that mbarrier; a product reads its operands until `warpgroup_mma_wait`, a store by TMA reads its
+source until `tma.store_wait`. So a stage that is overwritten or read too early is found in every schedule. When a CTA
+ends, its shared memory belongs to another one, so all of this must be over. An arrival at an mbarrier covers everything
+that its warps did before: Triton puts a barrier of the warps in front of it.
 
 TMA and the tensor cores access shared memory through the async proxy. What a warp has stored there with ordinary
 instructions is known to them only after `fence_async_shared`. Therefore everyone has two clocks: what its ordinary
@@ -16,7 +17,7 @@ accesses know, and what its asynchronous accesses know (`WarpOrder.knows`); mbar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from mkernel.sim.dtypes import KernelError
@@ -24,34 +25,57 @@ from mkernel.sim.interpreter import run as run_kernel
 from mkernel.sim.order import EVERYTHING, NOTHING, Clock, Cta, Thread, joined, only
 from mkernel.sim.races import Actor, Races
 from mkernel.sim.scheduler import CtaTask
+from mkernel.sim.shadow import Access
 from mkernel.sim.shared import Allocation
 
 ASYNC_FENCE = "fence_async_shared"
 WARP = 32  # threads
+WAIT_FRAMES = 3  # of the simulator between a line of a kernel and `Barrier.wait`, or `Barrier.arrive`
 
 
 class WarpOrder(Cta):
     """What happened before, for the warps that have a role.
 
-    stored: their ordinary stores to shared memory. fetches: reads of TMA from global memory. loads: its writes to
-    shared memory. stores: its reads from there. products: reads of the tensor cores. knows: the clock of what TMA and
-    the tensor cores do next in shared memory.
+    stored: their ordinary stores to shared memory. stores: reads of TMA from there. products: reads of the tensor
+    cores. loads: by mbarrier, what TMA reads and writes when it loads. knows: the clock of what TMA and the tensor
+    cores do next in shared memory.
     """
 
-    def __init__(self, threads: Sequence[Thread], asynchronous: Sequence[Thread]):
-        self.stored, self.fetches, self.loads, self.stores, self.products = asynchronous
+    def __init__(self, races: Races, key: tuple[Hashable, ...], name: str, clock: Clock):
+        self._races, self._key, self._name, self._clock = races, key, name, clock
+        threads = [self._thread(part) for part in ("plain", "atomic", "descriptor", "multicast")]
+        self.stored, self.stores, self.products = map(self._thread, ("stored", "stores", "products"))
+        self.loads: dict[int, Thread] = {}
         self.knows: Clock = NOTHING
         threads[0].acquire(only(self.stored, EVERYTHING))
         super().__init__(*threads)
-        self.descriptor_reads = self.fetches
-        for thread in asynchronous:
+        for thread in (self.stored, self.stores, self.products):
             thread.speaker = self.main
-            thread.asynchronous = thread is not self.stored
-        self.fetches.completed_by = self.loads.completed_by = "mbarrier.wait"
+        self.main.warps_of = key[:3]
         self.stores.completed_by = "tma.store_wait"
         self.products.completed_by = "warpgroup_mma_wait"
         self.store_groups: list[int] = []  # last events of the stores by TMA that may not have read their source yet
         self.product_groups: list[int] = []  # the same of products
+
+    def _thread(self, part: Hashable) -> Thread:
+        thread = self._races.thread((self._key, part), self._name)
+        thread.begin(self._clock)
+        return thread
+
+    def rename(self, name: str) -> None:
+        """The warps have another role."""
+        self._name = name
+        for thread in (self.main, self.atomics, self.descriptors, self.multicast, self.stored, self.stores,
+                       self.products, *self.loads.values()):  # fmt: skip
+            thread.name = name
+
+    def loads_of(self, barrier: Barrier) -> Thread:
+        """The loads by TMA that this mbarrier counts."""
+        thread = self.loads.get(barrier.number)
+        if thread is None:
+            thread = self.loads[barrier.number] = self._thread(("loads", barrier.number))
+            thread.speaker, thread.counted_by = self.main, barrier
+        return thread
 
     def _release_clock(self, up_to: int | None = None) -> Clock:
         clock = super()._release_clock(up_to)
@@ -92,27 +116,22 @@ class WarpOrder(Cta):
         self.complete(self.store_groups, self.stores, 0)
 
     def ended(self) -> Clock:
-        for thread in (self.fetches, self.loads, self.stores, self.products):
+        for thread in (self.stores, self.products, *self.loads.values()):
             self.main.acquire(only(thread, thread.last))
         return super().ended()
 
 
-def order_of_warps(races: Races, key: Any, name: str, clock: Clock) -> WarpOrder:
-    """The threads of warps that start with this clock."""
-    names = ("plain", "atomic", "descriptor", "multicast"), ("stored", "fetches", "loads", "stores", "products")
-    threads, asynchronous = ([races.thread((key, part), name) for part in group] for group in names)
-    for thread in (*threads, *asynchronous):
-        thread.begin(clock)
-    return WarpOrder(threads, asynchronous)
-
-
 class Barrier:
-    """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded."""
+    """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded.
 
-    def __init__(self, name: str, count: int, word: int = 0):
-        self.name = name
-        self.word = word  # its address; 0 for a named barrier
+    Only two phases can be told apart: who waits for one must be back before the next one ends, in every schedule.
+    """
+
+    def __init__(self, name: str, number: int, count: int, unit: str, place: Callable[[], str] = str):
+        """unit: of the count; place: where it was initialized."""
+        self.number = number
         self.count = count  # arrivals of a phase
+        self._name, self._place, self._unit = name, place, unit
         self.left = count
         self.nbytes = 0  # that are expected, and were not loaded yet
         self.phase = 0  # completed phases
@@ -121,28 +140,41 @@ class Barrier:
         self._arrival_time = 0.0
         self.clocks = (NOTHING, NOTHING)  # of the last phase
         self._waiting: list[CtaTask] = []
+        self._waited: list[tuple[Thread, int]] = []  # waits for the last phase: by whom, and the event
 
     def pass_on(self, clocks: tuple[Clock, Clock]) -> None:
         """Those who wait for the phase will know of this."""
         self._arrived = joined(self._arrived[0], clocks[0]), joined(self._arrived[1], clocks[1])
 
+    def __str__(self) -> str:
+        place = self._place()
+        return f"{self._name} (initialized at {place})" if place else self._name
+
+    def state(self) -> str:
+        """What is missing, in readable form."""
+        missing = [f"{count} {what}" for count, what in ((self.left, self._unit), (self.nbytes, "bytes")) if count]
+        return f"{self.phase} have ended, and {' and '.join(missing)} of the next are missing"
+
     def arrive(self, task: CtaTask, count: int) -> None:
         order, races = task.checked, task.scheduler.memory.races
-        if isinstance(order, WarpOrder):
+        if isinstance(order, WarpOrder) and races is not None:
             clocks = order.arrival()
             self.pass_on(clocks)
-            if self.word and races is not None:
-                races.told(order.main, clocks[0], self.word, self.phase + 1)
+            races.arrived(order.main, self, self.phase + 1, clocks, races.sites.here(WAIT_FRAMES))
         self._arrival_time = max(self._arrival_time, task.time)
         self.left -= count
         if self.left < 0:
-            raise KernelError(f"{-self.left} more arrivals at {self.name} than the {self.count} of a phase")
+            raise KernelError(f"{-self.left} more {self._unit} at {self} than the {self.count} of a phase")
         self.end_phase(task)
 
     def end_phase(self, task: CtaTask) -> None:
         """End the phase, if everybody and everything is there."""
         if self.left or self.nbytes:
             return
+        races = task.scheduler.memory.races
+        if races is not None and task.checked is not None:
+            races.check_waits(self, self.phase, self._waited, self._arrived[0])
+        self._waited.clear()
         self.phase += 1
         self.left = self.count
         self.clocks, self._arrived = self._arrived, (NOTHING, NOTHING)
@@ -152,33 +184,42 @@ class Barrier:
             waiting.wake()
         self._waiting.clear()
 
-    def wait(self, task: WarpTask | GluonCta, ended: Callable[[], bool]) -> None:
-        """Let others run until a phase has ended."""
+    def wait(self, task: WarpTask | GluonCta, ended: Callable[[], bool], what: str) -> None:
+        """Let others run until a phase has ended. what: which one, in readable form."""
         task.scheduler.pause(task)
+        site = task.scheduler.memory.sites.here(WAIT_FRAMES)
         while not ended():
-            task.waits_for = self
+            task.waits_for, task.waits_at = what, (self, site)
             self._waiting.append(task)
             task.asleep = True
             task.scheduler.hub.switch()
-        task.waits_for = None
+        task.waits_for, task.waits_at = "", None
         task.time = max(task.time, self.time)
         order, races = task.checked, task.scheduler.memory.races
-        if isinstance(order, WarpOrder):
+        if isinstance(order, WarpOrder) and races is not None:
             order.acquire_barrier(self.clocks)
-            if self.word and races is not None:
-                races.heard(order.main, self.word, self.phase)
+            self._waited.append((order.main, races.waited_at(order.main, self, self.phase, site)))
 
 
 class _Warps(CtaTask):
     """Warps of a CTA that run one function."""
 
-    waits_for: Barrier | None = None
+    waits_for = ""
+    waits_at: tuple[Barrier, int] | None = None  # and where it waits
     products_started = 0
     block: GluonCta  # the CTA
     warps: int  # how many they are
 
     def where(self) -> str:
-        return f"{self.name} waits for {self.waits_for.name}" if self.waits_for else super().where()
+        if self.waits_at is not None:
+            barrier, site = self.waits_at
+            place = self.scheduler.memory.sites.short(site)
+            return f"{self.name} waits for {self.waits_for} of {barrier}, {place} ({barrier.state()})"
+        return f"{self.name} waits for {self.waits_for}" if self.waits_for else super().where()
+
+
+def _name_of(block: GluonCta, function: Callable[..., Any]) -> str:
+    return f"{function.__name__} of rank {block.rank}, CTA {block.program_id} of {block.launch.op}"
 
 
 class GluonCta(_Warps):
@@ -187,18 +228,35 @@ class GluonCta(_Warps):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.block = self
+        self.name = f"rank {self.rank}, CTA {self.program_id} of {self.launch.op}"
         self.warps = int(self.launch.spec.options.get("num_warps", 4))
         self.allocations: list[Allocation] = []
         self.barriers: dict[int, Barrier] = {}  # mbarriers by address, named barriers by their negative number - 1
+        self.mbarriers = 0  # how many were initialized
         self._workers: list[WarpTask] = []
+        self._ended: list[WarpOrder] = []  # of workers
 
     def run(self) -> None:
         try:
             super().run()
+            self._end()
         finally:
             for each in self.allocations:
                 each.free(self.scheduler.memory)
             self.allocations.clear()
+
+    def _end(self) -> None:
+        """Its shared memory now belongs to another CTA: nobody may still access it."""
+        order, races = self.checked, self.scheduler.memory.races
+        if isinstance(order, WarpOrder) and races is not None:
+            order.settle()
+            site = races.sites.named("the CTA has ended, and its shared memory belongs to another one")
+            for each in self.allocations:
+                access = Access(each.shadow, each.data, 1, each.address, each.address + each.data.size, True)
+                races.store(Actor(order.main, order.main.clock, order), access, site)
+        if isinstance(self.order, WarpOrder):
+            for workers in self._ended:
+                self.order.main.acquire(workers.ended())
 
     def specialize(self, roles: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Sequence[int]) -> Any:
         """Run a function in these warps, and others in more of them; return what the first one returns."""
@@ -211,18 +269,29 @@ class GluonCta(_Warps):
         for worker in self._workers:
             self.scheduler.add(worker)
         function, arguments = roles[0]
+        before = self.name
+        self._rename(_name_of(self, function))
         result = function(*arguments)
         while not all(worker.done for worker in self._workers):
+            self.waits_for = "its other warps"
             self.asleep = True
             self.scheduler.hub.switch()
+        self.waits_for = ""
+        self._rename(before)
         self.time = max(self.time, *(worker.time for worker in self._workers))
         if isinstance(self.order, WarpOrder):
             for worker in self._workers:
                 assert isinstance(worker.order, WarpOrder)
-                self.order.acquire_barrier((worker.order.ended(), worker.order.knows))
+                self.order.acquire_barrier(worker.order.arrival())
+                self._ended.append(worker.order)
             self.order.barrier()
         self._workers.clear()
         return result
+
+    def _rename(self, name: str) -> None:
+        self.name = name
+        if isinstance(self.order, WarpOrder):
+            self.order.rename(name)
 
 
 class WarpTask(_Warps):
@@ -231,10 +300,10 @@ class WarpTask(_Warps):
     def __init__(self, block: GluonCta, place: int, warps: int, function: Callable[..., Any], arguments: Any):
         order = None
         races, before = block.scheduler.memory.races, block.order
-        name = f"{function.__name__} of rank {block.rank}, CTA {block.program_id} of {block.launch.op}"
+        name = _name_of(block, function)
         if races is not None and isinstance(before, WarpOrder):
             key = (block.rank, block.launch.stream, block.program_id, place)
-            order = order_of_warps(races, key, name, before.everything())
+            order = WarpOrder(races, key, name, before.everything())
             order.knows = before.knows
         super().__init__(
             block.scheduler, block.rank, block.launch, block.program_id, block.num_programs, block.time, order
