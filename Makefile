@@ -11,8 +11,9 @@ OLDEST_TORCH := torch==2.11.0
 OLDEST_TRITON := triton==3.6.0
 NEWEST_TORCH := torch==2.15.0
 NEWEST_TRITON := triton==3.9.0
+TORCHTITAN := torchtitan==0.3.0
 
-.PHONY: setup demo test test-all test-versions test-oldest test-newest test-gpu test-rdma docs lint format types clean
+.PHONY: setup demo test test-all test-versions test-oldest test-newest test-frameworks test-gpu test-rdma docs lint format types clean
 
 setup: $(VENV)/ready
 
@@ -51,6 +52,17 @@ build/versions/%/ready: requirements-dev.txt Makefile
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile $(PAIR)  # Python compiles what it imports
 	$(@D)/bin/python -m pip install --quiet --no-compile -r requirements-dev.txt  # another setuptools than torch 2.11 asks for
+	@touch $@
+
+# mkernel behind the interfaces of other libraries, with these libraries and the newest PyTorch. Without them, make test
+# skips some of these tests, and runs others with stand-ins.
+test-frameworks: build/versions/newest/frameworks-ready
+	build/versions/newest/bin/python -c "import transformers, torchtitan, torch.distributed._token_switch"
+	PYTHONPATH=src build/versions/newest/bin/python -m pytest -p no:cacheprovider -rs -m "not thorough" tests/integrations
+
+build/versions/newest/frameworks-ready: build/versions/newest/ready requirements-frameworks.txt
+	build/versions/newest/bin/python -m pip install --quiet --no-compile -r requirements-frameworks.txt
+	build/versions/newest/bin/python -m pip install --quiet --no-compile --no-deps $(TORCHTITAN)  # its layers need few
 	@touch $@
 
 test-gpu:
