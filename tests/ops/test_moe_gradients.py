@@ -165,3 +165,18 @@ def test_a_trace_shows_the_launches_in_order():
         "moe_ffn", "moe_dispatch_matmul", "moe_dispatch_matmul", "moe_gated_backward", "moe_weight_grad",
         "moe_weight_grad", "moe_grouped_matmul", "moe_combine", "moe_combine",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gate", [32767.9, 2.0**27, -(2.0**27)])
+def test_the_slope_of_silu_is_right_for_large_gates(gate):
+    """It is 1 + gate - silu(gate) for large gates, of which fp32 has no digits left."""
+
+    def work(group):
+        x = torch.tensor([[gate]], requires_grad=True)
+        ones = torch.ones(1, 1)
+        mk.moe_ffn(x, torch.zeros(1, 1, dtype=torch.int64), ones, torch.ones(1, 1, 2), ones[None]).sum().backward()
+        exact = torch.tensor([[gate]], dtype=torch.float64, requires_grad=True)
+        (torch.nn.functional.silu(exact) * exact).sum().backward()
+        torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-6, atol=0)
+
+    run(work, cluster=(1, 1))
