@@ -242,7 +242,7 @@ def gated_backward(
     variant: tuple = (inter, activation)
     if biased is not None:
         bias, dout = biased
-        wide = min(power_above(bias.shape[1]), ELEMENTS)
+        wide = min(power_above(bias.shape[1]), ELEMENTS // arguments["rows"].ROWS.value)
         arguments["down"] = DownBias(
             _block(bias), _block(dout), bias.shape[1], handle.tables.all_topk_ids, handle.tables.summary,
             **named_constants(COLUMNS=wide),
