@@ -9,8 +9,6 @@ from support.operator_calls import run
 
 import mkernel as mk
 from mkernel.ops.moe import arguments as checks
-from mkernel.ops.moe import backward, combine, dispatch_matmul, ffn
-from mkernel.ops.moe.grouped import Biases
 
 LAYER = Layer((6,), (2,), k=2, hidden=16, out=8, dtype=torch.float32)
 
@@ -202,35 +200,33 @@ def test_nodes_of_too_many_ranks(monkeypatch):
     run(on_rank, cluster=(1, 2))
 
 
-def refused(launch):
-    """Launch, as on a GPU, where the host goes on before it knows that the routing is invalid."""
-    with pytest.raises(mk.CapacityError):
-        launch.group.launch(launch)
-
-
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
-def test_launches_behind_an_invalid_routing_stay_within_the_capacity(cluster):
-    """On a GPU, and in CUDA graphs, a backward pass or a combine may follow before the error is raised."""
+def test_calls_behind_an_invalid_routing_stay_within_the_capacity(cluster):
+    """On a GPU, and in CUDA graphs, a combine and a backward pass may follow before the error is raised."""
     layer = Layer((6, 6), (2, 2), k=2, hidden=16, out=8, dtype=torch.float32, routing="same", has_bias=True)
 
     def work(group):
-        x, ids, weights, w = (each(group.rank) for each in (layer.x, layer.ids, layer.weights, layer.w))
-        matrices = layer.gate_up(group.rank), layer.down(group.rank)
-        biases = Biases(layer.b_gate_up(group.rank), layer.b_down(group.rank))
-        sizes = ffn.agree(group, x, ids, matrices[1], 4, 6, None)
-        launch, handle, _ = ffn.prepare_kept(
-            group, x, ids, weights, *matrices, torch.empty_like(x), sizes, None, "", "silu", biases
-        )
-        refused(launch)
-        given = torch.ones_like(x), x, weights, *matrices, handle
-        results = [*backward.moe_ffn_backward(*given, group=group, biases=biases, needed=(True,) * 4)]
-        launch, y, handle = dispatch_matmul.prepare(group, x, ids, w, sizes, None)
-        refused(launch)
-        assert not handle.counts.any()
-        out = combine.moe_combine(y, handle, weights, group=group)
-        dy, dweights = backward.moe_combine_backward(torch.ones_like(out), y, weights, handle, group=group)
-        results += [out, dweights]
-        results += backward.moe_dispatch_matmul_backward(dy, x, w, handle, group=group, needed=(True, True))
-        assert all(each.isnan().all() for each in results)
+        rank, bounds = group.rank, dict(capacity=4, max_tokens=6)
+        names = ("x", "weights", "gate_up", "down", "b_gate_up", "b_down")
+        leaves = [getattr(layer, name)(rank).requires_grad_() for name in names]
+        found = []
 
-    run(work, cluster=cluster)
+        def train():
+            x, weights, *matrices, b_gate_up, b_down = leaves
+            biases = dict(b_gate_up=b_gate_up, b_down=b_down)
+            found.append(mk.moe_ffn(x, layer.ids(rank), weights, *matrices, **biases, **bounds))
+            found[0].sum().backward()
+            group.synchronize()
+
+        def combine():
+            y, handle = mk.moe_dispatch_matmul(layer.x(rank), layer.ids(rank), layer.w(rank), **bounds)
+            found.extend([y, mk.moe_combine(y, handle, layer.weights(rank))])
+            group.synchronize()
+
+        with group.world.stream(rank, "queue"):
+            for calls in (train, combine):
+                with pytest.raises(mk.CapacityError):
+                    calls()
+        return all(each.isnan().all() for each in (*found, *(leaf.grad for leaf in leaves)))
+
+    assert all(run(work, cluster=cluster))
