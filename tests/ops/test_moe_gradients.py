@@ -3,6 +3,8 @@ float64."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from support.moe_gradients import ffn_gradients, halves_gradients, rows_gradients
@@ -10,6 +12,9 @@ from support.moe_reference import SMALL, Layer, layer_of
 from support.operator_calls import Guards, assert_same, cluster_name, run
 
 import mkernel as mk
+from mkernel.ops.moe.plan import tile_width
+from mkernel.runtime import planning
+from mkernel.runtime.gpus import SimulatedGpu
 
 both = pytest.mark.parametrize("call", [ffn_gradients, halves_gradients])
 THOROUGH = pytest.mark.thorough
@@ -180,3 +185,12 @@ def test_the_slope_of_silu_is_right_for_large_gates(gate):
         torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-6, atol=0)
 
     run(work, cluster=(1, 1))
+
+
+def test_blocks_that_are_as_high_as_a_tile_can_be():
+    """The backward pass has the blocks of the forward pass, and takes fewer columns if these are high."""
+    layer = Layer((5,), (2,), k=2, hidden=24, out=20, dtype=torch.float32)
+    high = functools.partial(halves_gradients, config=mk.Config(tile_m=4096, tile_n=16))
+    run(high, layer, cluster=(1, 1))
+    tiles = planning.default_tiles(SimulatedGpu((9, 0)), torch.bfloat16, 4096, True)
+    assert [tile_width(tiles, tile_m) for tile_m in (64, 128, 256, 512)] == [256, 256, 128, 64]
