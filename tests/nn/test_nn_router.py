@@ -129,3 +129,13 @@ def test_a_bias_that_is_not_there():
     router = nn.TopKRouter(HIDDEN, EXPERTS, 3, correction_bias=True)
     with pytest.raises(mk.ArgumentError, match=r"load has shape \(3,\), but must have \(8,\)"):
         router.adjust_bias(torch.ones(3))
+
+
+def test_the_bias_stays_in_fp32():
+    """In bf16, steps of 0.001 would be lost on biases above 0.5."""
+    router = nn.TopKRouter(HIDDEN, EXPERTS, 3, correction_bias=True)
+    router.e_score_correction_bias.fill_(3.001)
+    for moved in (router.to(torch.bfloat16), router.half(), router.to("meta"), router.to_empty(device="cpu")):
+        assert moved.e_score_correction_bias.dtype == torch.float32
+    assert router.weight.dtype == torch.float16
+    assert router.load_state_dict(nn.TopKRouter(HIDDEN, EXPERTS, 3, correction_bias=True).state_dict())

@@ -188,3 +188,7 @@ def test_rows_of_the_backward_pass(step):
     if step != "bias grad":
         assert compiled.ptx.count("ld.global.v4") >= 2
         assert compiled.ptx.count("st.global.v4") >= 2
+
+
+def test_a_launch_in_the_place_of_a_gradient_that_is_not_needed():
+    assert not re.search("(ld|st).global", compile_launch(backward_launch("nothing")).ptx)

@@ -198,3 +198,35 @@ def test_nodes_of_too_many_ranks(monkeypatch):
             call_dispatch(arguments())
 
     run(on_rank, cluster=(1, 2))
+
+
+@pytest.mark.parametrize("cluster", [(1, 2), (2, 1)])
+def test_calls_behind_an_invalid_routing_stay_within_the_capacity(cluster):
+    """On a GPU, and in CUDA graphs, a combine and a backward pass may follow before the error is raised."""
+    layer = Layer((6, 6), (2, 2), k=2, hidden=16, out=8, dtype=torch.float32, routing="same", has_bias=True)
+
+    def work(group):
+        rank, bounds = group.rank, dict(capacity=4, max_tokens=6)
+        names = ("x", "weights", "gate_up", "down", "b_gate_up", "b_down")
+        leaves = [getattr(layer, name)(rank).requires_grad_() for name in names]
+        found = []
+
+        def train():
+            x, weights, *matrices, b_gate_up, b_down = leaves
+            biases = dict(b_gate_up=b_gate_up, b_down=b_down)
+            found.append(mk.moe_ffn(x, layer.ids(rank), weights, *matrices, **biases, **bounds))
+            found[0].sum().backward()
+            group.synchronize()
+
+        def combine():
+            y, handle = mk.moe_dispatch_matmul(layer.x(rank), layer.ids(rank), layer.w(rank), **bounds)
+            found.extend([y, mk.moe_combine(y, handle, layer.weights(rank))])
+            group.synchronize()
+
+        with group.world.stream(rank, "queue"):
+            for calls in (train, combine):
+                with pytest.raises(mk.CapacityError):
+                    calls()
+        return all(each.isnan().all() for each in (*found, *(leaf.grad for leaf in leaves)))
+
+    assert all(run(work, cluster=cluster))

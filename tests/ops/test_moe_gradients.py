@@ -3,6 +3,8 @@ float64."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from support.moe_gradients import ffn_gradients, halves_gradients, rows_gradients
@@ -10,6 +12,9 @@ from support.moe_reference import SMALL, Layer, layer_of
 from support.operator_calls import Guards, assert_same, cluster_name, run
 
 import mkernel as mk
+from mkernel.ops.moe.plan import tile_width
+from mkernel.runtime import planning
+from mkernel.runtime.gpus import SimulatedGpu
 
 both = pytest.mark.parametrize("call", [ffn_gradients, halves_gradients])
 THOROUGH = pytest.mark.thorough
@@ -165,3 +170,27 @@ def test_a_trace_shows_the_launches_in_order():
         "moe_ffn", "moe_dispatch_matmul", "moe_dispatch_matmul", "moe_gated_backward", "moe_weight_grad",
         "moe_weight_grad", "moe_grouped_matmul", "moe_combine", "moe_combine",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gate", [32767.9, 2.0**27, -(2.0**27)])
+def test_the_slope_of_silu_is_right_for_large_gates(gate):
+    """It is 1 + gate - silu(gate) for large gates, of which fp32 has no digits left."""
+
+    def work(group):
+        x = torch.tensor([[gate]], requires_grad=True)
+        ones = torch.ones(1, 1)
+        mk.moe_ffn(x, torch.zeros(1, 1, dtype=torch.int64), ones, torch.ones(1, 1, 2), ones[None]).sum().backward()
+        exact = torch.tensor([[gate]], dtype=torch.float64, requires_grad=True)
+        (torch.nn.functional.silu(exact) * exact).sum().backward()
+        torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-6, atol=0)
+
+    run(work, cluster=(1, 1))
+
+
+def test_blocks_that_are_as_high_as_a_tile_can_be():
+    """The backward pass has the blocks of the forward pass, and takes fewer columns if these are high."""
+    layer = Layer((5,), (2,), k=2, hidden=24, out=20, dtype=torch.float32)
+    high = functools.partial(halves_gradients, config=mk.Config(tile_m=4096, tile_n=16))
+    run(high, layer, cluster=(1, 1))
+    tiles = planning.default_tiles(SimulatedGpu((9, 0)), torch.bfloat16, 4096, True)
+    assert [tile_width(tiles, tile_m) for tile_m in (64, 128, 256, 512)] == [256, 256, 128, 64]

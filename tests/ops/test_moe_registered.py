@@ -70,22 +70,51 @@ def test_a_backward_pass_may_run_twice():
     assert all(mk.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu"))
 
 
-def test_ranks_that_need_other_gradients():
+NEEDS = [(("x", "down"), ("weights", "gate_up")), (("x",), ("x", "gate_up", "down")), (("weights", "b_down"), ("x",))]
+
+
+@pytest.mark.parametrize("save", ["inputs", "activations"])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_ranks_that_need_other_gradients(needs, save):
     """All ranks make the same calls, whatever is frozen where."""
 
     def on_rank(group):
         torch.manual_seed(group.rank)
-        x, weights = torch.randn(5, 8), torch.rand(5, 2)
         ids = torch.rand(5, 4).topk(2).indices
-        gate_up, down = torch.randn(2, 8, 12), torch.randn(2, 6, 8)
-        needs = (x, down) if group.rank else (weights, gate_up)
+        leaves = dict(x=torch.randn(5, 8), weights=torch.rand(5, 2), gate_up=torch.randn(2, 8, 12))
+        leaves |= dict(down=torch.randn(2, 6, 8), b_down=torch.randn(2, 8))
         found = []
-        for some in (needs, (x, weights, gate_up, down)):
-            for each in some:
-                each.requires_grad_().grad = None
-            mk.moe_ffn(x, ids, weights, gate_up, down).square().sum().backward()
-            found.append([each.grad for each in needs])
+        for some in (needs[group.rank], leaves):
+            for name in some:
+                leaves[name].requires_grad_().grad = None
+            x, weights, gate_up, down, b_down = leaves.values()
+            mk.moe_ffn(x, ids, weights, gate_up, down, b_down=b_down, save=save).square().sum().backward()
+            found.append([leaves[name].grad for name in needs[group.rank]])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
         return True
 
     assert all(mk.spawn(on_rank, nodes=1, gpus_per_node=2, device="cpu"))
+
+
+@pytest.mark.parametrize("save", ["inputs", "activations"])
+def test_ranks_with_frozen_matrices_and_ranks_without_experts(save):
+    """Gradients of moe_dispatch_matmul where rank 0 has no experts, and rank 1 has frozen theirs."""
+
+    def on_rank(group):
+        torch.manual_seed(group.rank)
+        x, ids, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 4).topk(2).indices, torch.rand(5, 2)
+        experts = (0, 2, 2)[group.rank]
+        w, bias = torch.randn(experts, 8, 12), torch.randn(experts, 12)
+        found = []
+        for learns in (group.rank == 2, True):
+            for each in (x, w, bias):
+                each.grad = None
+            w.requires_grad_(learns)
+            bias.requires_grad_(learns)
+            y, handle = mk.moe_dispatch_matmul(x, ids, w, bias=bias, save=save)
+            mk.moe_combine(y, handle, weights).square().sum().backward()
+            found.append([x.grad, *([w.grad, bias.grad] if group.rank == 2 else ())])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        return True
+
+    assert all(mk.spawn(on_rank, nodes=1, gpus_per_node=3, device="cpu"))

@@ -196,3 +196,19 @@ def test_beside_pytorch(recipe, shape):
 
     for cluster in CLUSTERS[1:]:
         run(work, cluster=cluster)
+
+
+@pytest.mark.parametrize("recipe", ["RowWise", "BlockWise1x128"])
+def test_one_row_with_more_dimensions(recipe):
+    """As in decoding: [1, 1, k] has a scale of shape [1, 1, 1]."""
+
+    def work(group):
+        x, w = torch.ones(1, 1, 96) * (1 + group.rank), torch.ones(5, 96)
+        a, scale_a = mk.quantize(x, recipe)
+        b, scale_b = mk.quantize(w, "RowWise" if recipe == "RowWise" else "BlockWise128x128")
+        given = a, b.t(), scale_a, scale_b.t()
+        gathered, total = mk.all_gather_scaled_matmul(*given), mk.scaled_matmul_all_reduce(*given)
+        assert torch.equal(gathered, torch.tensor([96.0, 192.0]).bfloat16().view(2, 1, 1).expand(2, 1, 5))
+        assert torch.equal(total, torch.full((1, 1, 5), 288.0).bfloat16())
+
+    run(work, cluster=(1, 2))

@@ -47,6 +47,7 @@ def backward_launch(step, dtype=torch.bfloat16, capability=90):
                 *here, weights, rows(2 * SIZE), rows(SIZE), rows(2 * SIZE), "silu", (down[:, 0], rows(SIZE))
             )[0],
             "bias grad": lambda: bias_grad.prepare(*here, rows(SIZE), weights.view(-1))[0],
+            "nothing": lambda: gradient_rows.nothing(*here[:2], "moe_weight_grad"),
             "combine": lambda: gradient_rows.combine_backward(*here, weights, rows(SIZE), rows(SIZE))[0],
             "weight grad": lambda: weight_grad.prepare(*here, rows(SIZE), rows(2 * SIZE))[0],
             "product": lambda: grouped_matmul.prepare(

@@ -57,6 +57,7 @@ class TopKRouter(nn.Module):
             `top_groups` best groups only, those with the largest sums of their two best scores.
         correction_bias: have a buffer `e_score_correction_bias` [num_experts] in fp32, zeros at first. It is added to
             the scores where experts are chosen, and does not change weights: `adjust_bias` balances the load with it.
+            It stays in fp32 where the module is converted (`to(torch.bfloat16)`).
         generator: what the initial values are drawn from. None is torch's default generator.
 
     `forward(x)`, x [tokens, hidden_size], returns (ids [tokens, top_k], weights [tokens, top_k] in fp32).
@@ -94,6 +95,14 @@ class TopKRouter(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """As `nn.Linear`."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TopKRouter:
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)  # of `to` and the like
+        moved = self.e_score_correction_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:  # in bf16, small steps would be lost
+            self.e_score_correction_bias = bias.to(moved.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.route(x, self.weight)

@@ -238,8 +238,10 @@ def rows_of(tensor: torch.Tensor) -> int:
 
 def scale_as_rows(scale: Any, a: torch.Tensor, dim: int = 0) -> Any:
     """The scales of a [..., k] for its `as_rows`; those that are not laid out like a as they are."""
-    if not isinstance(scale, torch.Tensor) or scale.dim() != a.dim() or scale.numel() == 1:
+    if not isinstance(scale, torch.Tensor) or scale.dim() != a.dim():
         return scale
+    if scale.numel() == 1:  # of the only row, or of all
+        return scale.reshape(1, 1)
     return as_rows(scale, dim) if scale.shape[:-1] == a.shape[:-1] else scale
 
 

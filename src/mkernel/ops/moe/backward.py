@@ -35,8 +35,9 @@ weights.
 What is signalled, why buffers are safe, and why it cannot deadlock. Each launch is complete in itself: it waits only
 for launches of its own kind on other ranks, by the rules of dispatch_matmul.py and combine.py. Local launches wait for
 nothing. Every rank makes the same launches in the same order, whichever gradients it needs, because ranks may have
-frozen different matrices. Launches of a rank run one after the other on its stream, so a launch reads what an earlier
-one wrote to the rank's own memory without a signal. Workspaces are those of moe_dispatch_matmul and moe_combine.
+frozen different matrices: in the place of those for gradients that it does not need, it launches empty kernels.
+Launches of a rank run one after the other on its stream, so a launch reads what an earlier one wrote to the rank's own
+memory without a signal. Workspaces are those of moe_dispatch_matmul and moe_combine.
 
 What the forward pass keeps (`save`):
 
@@ -104,7 +105,8 @@ def moe_ffn_backward(
         needed: whether this rank needs the gradients of w_gate_up, w_down and the biases. Those of x and topk_weights
             are computed on all ranks.
     """
-    _agree(group, "moe_ffn_backward", handle, x, inputs=kept is None)
+    biased = dict(b_gate_up=biases.gate_up is not None, b_down=biases.down is not None)
+    _agree(group, "moe_ffn_backward", handle, x, inputs=kept is None, **biased)
     moved = redispatch(group, handle, dout, w=w_down.transpose(1, 2), weights=topk_weights)
     assert moved.y is not None
     assert moved.weights is not None
@@ -121,10 +123,13 @@ def moe_ffn_backward(
         None if biases.down is None else (biases.down, moved.rows),
     )  # fmt: skip
     group.launch(launch)
-    gate_up = _weight_gradient(group, context, handle, rows, dpre, w_gate_up) if needed[0] else None
-    down = _weight_gradient(group, context, handle, moved.y, moved.rows, w_down) if needed[1] else None
-    b_gate_up = _bias_gradient(group, context, handle, dpre, None) if needed[2] else None
-    b_down = _bias_gradient(group, context, handle, moved.rows, moved.weights) if needed[3] else None
+    gate_up = _weight_gradient(group, context, handle, rows, dpre, w_gate_up, needed[0])
+    down = _weight_gradient(group, context, handle, moved.y, moved.rows, w_down, needed[1])
+    b_gate_up = b_down = None
+    if biases.gate_up is not None:
+        b_gate_up = _bias_gradient(group, context, handle, dpre, None, needed[2])
+    if biases.down is not None:
+        b_down = _bias_gradient(group, context, handle, moved.rows, moved.weights, needed[3])
     dx = _token_gradient(group, context, handle, moved.placed, dpre, w_gate_up)
     return dx, _sum(group, handle, weight_rows).to(topk_weights.dtype), gate_up, down, b_gate_up, b_down
 
@@ -139,23 +144,24 @@ def moe_dispatch_matmul_backward(
     group: Group,
     kept: torch.Tensor | None = None,
     needed: Needed = (True, False),
+    biased: bool = False,
     frozen: bool = False,
 ) -> tuple[torch.Tensor, Gradient, Gradient]:
     """The gradients of moe_dispatch_matmul: of x, w and the bias. dy: the gradient of its rows; what is beyond the sum
     of their counts is not used. kept: the rows of x, if the forward pass has kept them. needed: whether this rank needs
-    the gradients of w and of the bias. frozen: no rank needs that of w, and so nobody the rows of x."""
-    _agree(group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None, frozen=frozen)
+    the gradients of w and of the bias. biased: there is a bias. frozen: no rank needs the gradient of w, and so nobody
+    the rows of x."""
+    _agree(
+        group, "moe_dispatch_matmul_backward", handle, x, inputs=kept is None, bias=biased or needed[1], frozen=frozen
+    )
     rows = redispatch(group, handle, x).rows if kept is None and not frozen else kept
     # where descriptors can read it, for both products
     stride = row_stride_of(dy.shape[1], dy.dtype)
     gradient = dy.new_empty(ROWS_BEFORE + max(handle.capacity, 1), stride)[ROWS_BEFORE:, : dy.shape[1]]
     gradient[: len(dy)].copy_(dy)
     context = _context(group, handle, x)
-    dw = None
-    if needed[0]:
-        assert rows is not None
-        dw = _weight_gradient(group, context, handle, rows, gradient, w)
-    dbias = _bias_gradient(group, context, handle, gradient, None) if needed[1] else None
+    dw = None if rows is None else _weight_gradient(group, context, handle, rows, gradient, w, needed[0])
+    dbias = _bias_gradient(group, context, handle, gradient, None, needed[1]) if biased or needed[1] else None
     return _token_gradient(group, context, handle, handle.tables.placed, gradient, w), dw, dbias
 
 
@@ -199,9 +205,13 @@ def _context(group: Group, handle: Handle, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_gradient(
-    group: Group, context: torch.Tensor, handle: Handle, left: torch.Tensor, right: torch.Tensor, w: torch.Tensor
-) -> torch.Tensor:
-    """left.T @ right over the rows of each expert, laid out as w is."""
+    group: Group, context: torch.Tensor, handle: Handle, left: torch.Tensor, right: torch.Tensor, w: torch.Tensor,
+    needed: bool,
+) -> Gradient:  # fmt: skip
+    """left.T @ right over the rows of each expert, laid out as w is; None if this rank does not need it."""
+    if not needed:
+        group.launch(gradient_rows.nothing(group, context, weight_grad.OP))
+        return None
     transposed = is_transposed(w)
     if transposed:
         left, right = right, left
@@ -211,9 +221,13 @@ def _weight_gradient(
 
 
 def _bias_gradient(
-    group: Group, context: torch.Tensor, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
-    """The sums of the rows of each expert, times their weights if there are any."""
+    group: Group, context: torch.Tensor, handle: Handle, rows: torch.Tensor, weights: torch.Tensor | None,
+    needed: bool,
+) -> Gradient:  # fmt: skip
+    """The sums of the rows of each expert, times their weights if there are any; None if this rank does not need it."""
+    if not needed:
+        group.launch(gradient_rows.nothing(group, context, bias_grad.OP))
+        return None
     launch, sums = bias_grad.prepare(group, context, handle, rows, weights)
     group.launch(launch)
     return sums

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.matrix import Block
-from mkernel.lang.signals import gave_up
 from mkernel.lang.trace import BEGUN, ENDED, LAUNCHES, trace, trace_time
 from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.routing import missing_rows
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import layout, named_constants
 from mkernel.runtime.world import Launch
@@ -34,6 +34,7 @@ class BiasGrad(NamedTuple):
     """The sums of a call."""
 
     bases: Any  # pointer to `Tables.bases`
+    summary: Any  # of `Tables`
     rows: Any  # Block: the rows of all experts
     weights: Any  # pointer to [row], or None
     sums: Any  # pointer to [expert, columns]
@@ -61,7 +62,7 @@ def _sum_rows(grad, first, end, j):
 
 @triton.jit
 def _run(grad, missing):
-    """All tiles of this CTA. missing: NaN if the group has given up, and with it the tables; otherwise 0."""
+    """All tiles of this CTA. missing: see `missing_rows`."""
     of_expert = tl.cdiv(grad.columns, grad.COLUMNS)
     for tile in range(tl.program_id(0), grad.experts * of_expert, tl.num_programs(0)):
         expert = tile // of_expert
@@ -79,7 +80,7 @@ def _run(grad, missing):
 def moe_bias_grad_kernel(context, grad):
     """The whole operator. grad: `BiasGrad`."""
     trace(context, LAUNCHES, BEGUN, 0, 0, trace_time(context))
-    _run(grad, tl.where(gave_up(context), float("nan"), 0.0))
+    _run(grad, missing_rows(context, grad))
     trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
 
 
@@ -91,6 +92,7 @@ def prepare(
     sums = group.world.memory.empty(group.world_rank, (experts, columns), rows.dtype)
     grad = BiasGrad(
         bases=handle.tables.bases,
+        summary=handle.tables.summary,
         rows=Block(rows, rows.stride(0), rows.stride(1)),
         weights=weights,
         sums=sums,
@@ -106,7 +108,7 @@ def prepare(
         arguments=dict(context=context, grad=grad),
         options=dict(num_warps=WARPS),
         variant=(experts, columns, layout(rows)[1:], weights is None),
-        inputs=("grad.rows.data", "grad.weights", "grad.bases"),
+        inputs=("grad.rows.data", "grad.weights", "grad.bases", "grad.summary"),
         results=("grad.sums",) if sums.numel() else (),
     )
     return launch, sums

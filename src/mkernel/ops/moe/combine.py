@@ -56,7 +56,7 @@ from mkernel.ops.moe.protocol import (
     wait_other_nodes_entered,
 )
 from mkernel.ops.moe.reduction import collect_chunk, combine_of, combine_order, relay_chunk, sum_chunk
-from mkernel.ops.moe.routing import Tables, publish, routing_of, tokens_of, wait_routing
+from mkernel.ops.moe.routing import Tables, may_place, publish, routing_of, tokens_of, wait_routing
 from mkernel.runtime import planning
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
@@ -103,13 +103,16 @@ def _sum_and_relay(comm, routing, combine, batch, good):
 
 @triton.jit
 def _combine(comm, routing, combine, batch):
-    """Steps 2 to 5."""
+    """Steps 2 to 5. If the routing of the dispatch was invalid, which all ranks know, the result is NaN instead."""
     good = wait_routing(comm, batch.signals, COMPUTE)
     good &= wait_node_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
     good &= wait_other_nodes_entered(comm, batch.signals, comm.epoch - 1, COMPUTE)
-    _sum_and_relay(comm, routing, combine, batch, good)
-    for chunk in range(tl.program_id(0), tl.cdiv(batch.tokens, routing.CHUNK), tl.num_programs(0)):
-        collect_chunk(comm, routing, combine, batch, tl.cast(chunk, tl.int32))
+    if may_place(routing.tables):
+        _sum_and_relay(comm, routing, combine, batch, good)
+        for chunk in range(tl.program_id(0), tl.cdiv(batch.tokens, routing.CHUNK), tl.num_programs(0)):
+            collect_chunk(comm, routing, combine, batch, tl.cast(chunk, tl.int32))
+    else:
+        fill_with_nan(combine.out, batch.tokens, combine.columns, tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit

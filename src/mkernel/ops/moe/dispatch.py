@@ -51,12 +51,11 @@ from mkernel.ops.moe.protocol import (
 from mkernel.ops.moe.reduction import weights_of
 from mkernel.ops.moe.routing import (
     FIRST_EXPERT,
-    OK,
-    STATUS,
     count_rows,
     counted_last,
     ids_of,
     lay_out_rows,
+    may_place,
     number_crossings,
     publish,
     table_of,
@@ -241,6 +240,8 @@ def _send_tokens(comm, routing, dispatch, batch, first, step):
                 notify(numbered, comm.epoch)
             elif not wait_numbered(comm, numbered, SEND):
                 tokens = 0
+        elif not may_place(routing.tables):
+            tokens = 0  # nobody would wait for them
         for chunk in range(first, tl.cdiv(tokens, routing.CHUNK), step):
             since = trace_time(comm.context)
             for away in range(1, nodes):
@@ -286,12 +287,6 @@ def _copy_to_rows(dispatch, origin, destinations, numbers, far, token, end, K: t
                 target = dispatch.rows.data + rows[slot].to(tl.int64)[:, None] * dispatch.rows.row_stride + j
                 tl.store(target, values, mask=(rows[slot] >= 0)[:, None] & (j < dispatch.hidden))
         origin_rows = next_origin_rows
-
-
-@triton.jit
-def _may_place(tables):
-    """Whether rows may be placed: every row has a row number within the capacity."""
-    return tl.load(tables.summary + STATUS) == OK
 
 
 @triton.jit
@@ -357,7 +352,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     inside = (t < end) & (slot < K)
     expert = ids - tl.load(tables.summary + FIRST_EXPERT)
     named = (expert >= 0) & (expert < batch.experts)
-    ok = _may_place(tables)
+    ok = may_place(tables)
     goes_here = named & ok
     row = tl.load(tables.positions + source_offset + t * K + slot, mask=goes_here, other=0)
     row += _first_row(comm, tables, expert, source, goes_here)

@@ -3,6 +3,7 @@
 - `moe_gated_backward_kernel`: the gradients of gate and up of each row, the weighted inner activations, which the
   gradient of w_down needs, and the gradient of the row's weight, to which the bias of the second GEMM contributes.
 - `moe_combine_backward_kernel`: the gradient of each row that was combined, and that of its weight.
+- `moe_nothing_kernel`: nothing, in the place of a gradient that other ranks need.
 
 A CTA takes a few rows at a time and goes through their columns in order, so the gradient of a weight, which is a sum
 over columns, has the same bits in every run. The CTA stores it as a row [k] in fp32, which is zero in all slots except
@@ -184,6 +185,13 @@ def moe_combine_backward_kernel(context, rows, y, dout, dy, columns):
     trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
 
 
+@triton.jit
+def moe_nothing_kernel(context):
+    """In the place of a kernel that other ranks launch."""
+    trace(context, LAUNCHES, BEGUN, 0, 0, trace_time(context))
+    trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
+
+
 def _rows_of(group: Group, handle: Handle, weights: torch.Tensor, gradients: torch.Tensor, columns: int) -> Rows:
     sizes, tables = handle.sizes, handle.tables
     wide = min(power_above(columns), ELEMENTS)
@@ -234,15 +242,16 @@ def gated_backward(
     """The launch of `moe_gated_backward_kernel`, and the gradients of the weights, [capacity, k]. biased: the bias of
     the second GEMM, and the gradients of the rows' results."""
     gradients, inter = empty_weight_gradients(group, handle), dinner.shape[1]
+    rows = _rows_of(group, handle, weights, gradients, inter)
     arguments = dict(
-        context=context, rows=_rows_of(group, handle, weights, gradients, inter), pre=_block(pre),
+        context=context, rows=rows, pre=_block(pre),
         dinner=_block(dinner), dpre=_block(dpre), inter=inter, down=None, ACTIVATION=activation,
     )  # fmt: skip
     read = () if pre.data_ptr() == dpre.data_ptr() else ("pre",)
     variant: tuple = (inter, activation)
     if biased is not None:
         bias, dout = biased
-        wide = min(power_above(bias.shape[1]), ELEMENTS)
+        wide = min(power_above(bias.shape[1]), ELEMENTS // rows.ROWS.value)
         arguments["down"] = DownBias(
             _block(bias), _block(dout), bias.shape[1], handle.tables.all_topk_ids, handle.tables.summary,
             **named_constants(COLUMNS=wide),
@@ -263,3 +272,8 @@ def combine_backward(
         dy=_block(dy), columns=columns,
     )  # fmt: skip
     return _launch(group, moe_combine_backward_kernel, handle, arguments, ("y", "dout"), (columns,)), dy, gradients
+
+
+def nothing(group: Group, context: torch.Tensor, op: str) -> Launch:
+    """A launch in the place of one of `op`, for a rank that does not need it: all ranks make the same launches."""
+    return Launch(op=op, group=group, kernel=moe_nothing_kernel, grid=1, arguments=dict(context=context))

@@ -295,7 +295,7 @@ def slope_of(gate, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         value = gate * sigmoid
-        slope = sigmoid * (1.0 + gate - value)
+        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))  # not 1 + gate - value, which loses digits of large gates
     elif ACTIVATION == "gelu":
         square = GELU_CUBE * gate * gate
         sigmoid = 1.0 / (1.0 + tl.exp(-2.0 * GELU * gate * (1.0 + square)))

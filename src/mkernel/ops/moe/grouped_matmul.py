@@ -25,6 +25,7 @@ from mkernel.ops.moe.grouped import (
     short_tile,
 )
 from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.plan import tile_width
 from mkernel.ops.moe.routing import BLOCKS
 from mkernel.runtime import planning
 from mkernel.runtime.group import Group
@@ -64,6 +65,7 @@ def prepare(
     weights = WeightLayout.of(w)
     tiles = planning.default_tiles(group.target, rows.dtype, n, weights.uses_tma)
     tile_m, short_m = handle.tile_m, short_tile(group.target, handle.tile_m)
+    tile_n = tile_width(tiles, tile_m)
     y = empty_rows(group, rows.shape[0], n, rows.dtype, tile_m)
     precision = matmul_precision(rows.dtype)
     unused = dict.fromkeys(handle.tables._fields)
@@ -79,8 +81,8 @@ def prepare(
             context=context,
             rows=rows_descriptor(rows, tile_m, tiles.tile_k),
             short_rows=rows_descriptor(rows, short_m, tiles.tile_k),
-            w=weights.operand(w, tiles.tile_k, tiles.tile_n),
-            y=result_descriptor(y, tile_m, tiles.tile_n),
+            w=weights.operand(w, tiles.tile_k, tile_n),
+            y=result_descriptor(y, tile_m, tile_n),
             gemm=Gemm(
                 w_strides=weights.strides(w),
                 y_rows=Block(y, y.stride(0), 1),
@@ -88,7 +90,7 @@ def prepare(
                 n=n,
                 bias=None,
                 scales=None,
-                tiling=Tiling(*constants(tile_m, tiles.tile_n, tiles.tile_k, tiles.group_m, precision)),
+                tiling=Tiling(*constants(tile_m, tile_n, tiles.tile_k, tiles.group_m, precision)),
                 **named_constants(SHORT_M=short_m, SCALED=False),
             ),
             tables=tables,

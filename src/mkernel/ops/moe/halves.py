@@ -83,9 +83,9 @@ def moe_dispatch_matmul(
         numbers = numbers_in_graph("moe_dispatch_matmul", group, x, topk_ids, w.shape[0], capacity, max_tokens, config)
     else:
         numbers = training.dispatch_numbers(group, x, topk_ids, w, bias, capacity, max_tokens, config)
-    name, activations = library.name_of(group), save == "activations" and library.needs_gradients(w)
+    # what is kept does not depend on whether w is frozen, which other ranks cannot know
     y, tables, _ = torch.ops.mkernel.moe_dispatch_matmul(
-        x, topk_ids, w, bias, name, list(numbers), activations, library.encoded(config)
+        x, topk_ids, w, bias, library.name_of(group), list(numbers), save == "activations", library.encoded(config)
     )
     if isinstance(group, str):
         return y, traced_handle(group, tables, x.shape[0], numbers)

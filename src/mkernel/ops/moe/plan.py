@@ -20,6 +20,7 @@ from mkernel.runtime.operands import matmul_precision
 
 PLACE_RATE = 20e9  # bytes/s at which one CTA places rows while a GEMM runs; measured on an H200
 
+LEAST_TILE_N = 16  # of a configuration
 MANY_NODES = 4  # from here on, few tokens go to all nodes: modelled, see docs/scale.md
 
 # Default number of row blocks in a group of moe_ffn: about as many as an expert has in a class (see schedule.py) if
@@ -38,6 +39,12 @@ COMBINE_BYTES = {torch.bfloat16: 16384, torch.float16: 16384, torch.float32: 819
 def tile_height(device: Target, dtype: torch.dtype, config: Config | None) -> int:
     """The rows of a block. It does not depend on matrices, so that it is known before a graph is run."""
     return planning.chooser(config)("tile_m", planning.default_tiles(device, dtype, 0, True).tile_m)
+
+
+def tile_width(tiles: planning.TileDefaults, tile_m: int) -> int:
+    """The columns of a tile whose height is that of an earlier dispatch: as many as the default tile has, unless these
+    are more sums."""
+    return max(min(tiles.tile_n, tiles.tile_m * tiles.tile_n // tile_m), LEAST_TILE_N)
 
 
 @dataclass(frozen=True)

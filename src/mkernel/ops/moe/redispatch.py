@@ -37,6 +37,7 @@ from mkernel.ops.moe.grouped import (
     ROWS_BEFORE,
     Gemm,
     Operands,
+    WeightLayout,
     Weights,
     bias_block,
     empty_rows,
@@ -45,9 +46,10 @@ from mkernel.ops.moe.grouped import (
     rows_descriptor,
 )
 from mkernel.ops.moe.handle import Handle
-from mkernel.ops.moe.plan import DispatchPlan, RowsPlan, plan_dispatch, plan_rows
+from mkernel.ops.moe.plan import DispatchPlan, RowsPlan, plan_dispatch, plan_rows, tile_width
 from mkernel.ops.moe.protocol import Batch, decode
 from mkernel.ops.moe.routing import BLOCKS, Tables, routing_of
+from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
 from mkernel.runtime.layout import Layout
@@ -149,7 +151,9 @@ def prepare(
 ) -> tuple[Launch, Moved]:
     """The launch of `redispatch`, and what it gives. Collective if the workspace must grow."""
     sizes = handle.sizes
-    wanted = Config(tile_m=handle.tile_m)
+    n, uses_tma = (1, True) if w is None else (w.shape[2], WeightLayout.of(w).uses_tma)
+    tiles = planning.default_tiles(group.target, x.dtype, n, uses_tma)
+    wanted = Config(tile_m=handle.tile_m, tile_n=tile_width(tiles, handle.tile_m))
     key = (
         "moe_redispatch", layout(x), None if w is None else layout(w), sizes, wanted,
         None if weights is None else layout(weights), matmul_precision(x.dtype),

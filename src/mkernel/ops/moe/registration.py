@@ -209,12 +209,12 @@ def _fake_dispatch(
 @collective
 def _dispatch_gradients(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
-    numbers: Sequence[int], needed: Sequence[bool], frozen: bool, *, group: Any,
+    numbers: Sequence[int], needed: Sequence[bool], frozen: bool, biased: bool, *, group: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     kept = rows[ROWS_BEFORE:, : x.shape[1]] if rows.numel() else None
     handle = handle_in(group, tables, x.shape[0], numbers)
     dx, dw, dbias = backward.moe_dispatch_matmul_backward(
-        dy, x, w, handle, group=group, kept=kept, needed=tuple(needed), frozen=frozen
+        dy, x, w, handle, group=group, kept=kept, needed=tuple(needed), biased=biased, frozen=frozen
     )
     return dx, _given(dw, w), _given(dbias, w)
 
@@ -222,20 +222,23 @@ def _dispatch_gradients(
 def _dispatch_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
     group: str, numbers: Sequence[int], needed: Sequence[bool], frozen: bool = False,
+    biased: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _dispatch_gradients(dy, x, w, tables, rows, numbers, needed, frozen, group=group)
+    return _dispatch_gradients(dy, x, w, tables, rows, numbers, needed, frozen, biased, group=group)
 
 
 def _fake_dispatch_backward(
     dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor, tables: torch.Tensor, rows: torch.Tensor,
     group: str, numbers: Sequence[int], needed: Sequence[bool], frozen: bool = False,
+    biased: bool = False,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dbias = x.new_empty((w.shape[0], w.shape[2]) if needed[1] else 0)
     return x.new_empty(x.shape), _fake_weight_gradient(w, needed[0]), dbias
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, w, _, ctx.group, ctx.numbers, _, _ = inputs
+    x, _, w, bias, ctx.group, ctx.numbers, _, _ = inputs
+    ctx.biased = bias is not None
     _keep(ctx, (x, w), output)
 
 
@@ -245,7 +248,7 @@ def _differentiate_dispatch(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple
     if dy is None:
         dy = x.new_zeros(ctx.numbers[2], w.shape[2])
     dx, dw, dbias = torch.ops.mkernel.moe_dispatch_matmul_backward(
-        dy, x, w, tables, rows, ctx.group, ctx.numbers, needs[2:4]
+        dy, x, w, tables, rows, ctx.group, ctx.numbers, needs[2:4], False, ctx.biased
     )
     wanted = zip((dx, None, dw, dbias), needs)
     return (*(gradient if needed else None for gradient, needed in wanted), *[None] * 4)
@@ -401,7 +404,7 @@ library.define(
 _define_backward(
     "moe_dispatch_matmul",
     f"(Tensor dy, Tensor x, Tensor w, Tensor tables, Tensor rows, str group, {NUMBERS}, bool[] needed, "
-    "bool frozen=False) "
+    "bool frozen=False, bool biased=False) "
     "-> (Tensor, Tensor, Tensor)",
     _dispatch_backward, _fake_dispatch_backward,
 )  # fmt: skip

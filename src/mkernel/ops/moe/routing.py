@@ -31,7 +31,7 @@ from mkernel.lang.context import SEGMENT, TABLE, rank_of, segment_of, state_of
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.requests import Transfer, post
 from mkernel.lang.roles import SEND
-from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, refuse, wait
+from mkernel.lang.signals import INVALID_ID, OVER_CAPACITY, gave_up, refuse, wait
 from mkernel.ops.moe.kinds import ROUTED
 from mkernel.ops.moe.protocol import (
     CAPACITY,
@@ -266,6 +266,23 @@ def named_in(ids, low, high):
 
 
 @triton.jit
+def may_place(tables):
+    """Whether rows may be placed: every row has a row number within the capacity. Valid after `lay_out_rows`."""
+    return tl.load(tables.summary + STATUS) == OK
+
+
+@triton.jit
+def missing_rows(context, tables):
+    """What a later launch of this rank adds to sums of rows: 0, or NaN if there are none, because the group has given
+    up, and with it the tables, or because the routing is invalid."""
+    missing = tl.full((), float("nan"), tl.float32)
+    if not gave_up(context):
+        if may_place(tables):
+            missing = tl.full((), 0.0, tl.float32)
+    return missing
+
+
+@triton.jit
 def tokens_of(tables, source):
     """The number of tokens of a rank. Valid after `lay_out_rows`."""
     return tl.load(tables.summary + SUMMARY + source)
@@ -394,12 +411,14 @@ def _take_none(summary):
 @triton.jit
 def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.constexpr):
     """Turn counts into row numbers and blocks of TILE_M rows: writes bases, first_blocks, expert_counts and summary of
-    `Tables`. Each block has COUNTERS counters, which are set to zero."""
+    `Tables`. Each block has COUNTERS counters, which are set to zero. If the routing is invalid, there are no rows:
+    launches that have been enqueued before the host finds out read these tables, and would read beyond the capacity."""
     tables = routing.tables
+    status = _find_status(comm, routing)
     total = tl.full((), 0, tl.int32)
     for start in range(0, experts * comm.WORLD_SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        count = tl.load(tables.counts + i, mask=i < experts * comm.WORLD_SIZE, other=0)
+        count = tl.load(tables.counts + i, mask=(i < experts * comm.WORLD_SIZE) & (status == OK), other=0)
         tl.store(tables.bases + i, total + tl.cumsum(count, 0) - count, mask=i < experts * comm.WORLD_SIZE)
         total += tl.sum(count)
     tl.store(tables.bases + experts * comm.WORLD_SIZE, total)
@@ -415,9 +434,6 @@ def lay_out_rows(comm, routing, experts, TILE_M: tl.constexpr, COUNTERS: tl.cons
         tl.store(tables.first_blocks + expert, blocks + tl.cumsum(expert_blocks, 0) - expert_blocks, mask=inside)
         blocks += tl.sum(expert_blocks)
     tl.store(tables.first_blocks + experts, blocks)
-    status = _find_status(comm, routing)
-    if status != OK:
-        blocks = tl.full((), 0, tl.int32)
     for start in range(0, blocks * COUNTERS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(tables.placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)

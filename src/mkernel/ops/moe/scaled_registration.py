@@ -199,6 +199,6 @@ def _differentiate(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     dtype, needs = dtype_of_gradients(x), ctx.needs_input_grad
     dx, _, dbias = torch.ops.mkernel.moe_dispatch_matmul_backward(
         dy.to(dtype), x.to(dtype), dequantize(w, scale_w, dtype), tables, x.new_empty(0), ctx.group, ctx.numbers,
-        [False, needs[5]], True,
+        [False, needs[5]], True, bias is not None,
     )  # fmt: skip
     return dx if needs[0] else None, *[None] * 4, dbias.to(bias.dtype) if needs[5] else None, *[None] * 7

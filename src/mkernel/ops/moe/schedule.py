@@ -24,7 +24,7 @@ from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import wait
 from mkernel.ops.moe.kinds import SCHEDULED
 from mkernel.ops.moe.protocol import signal_of
-from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, OK, STATUS
+from mkernel.ops.moe.routing import BEFORE_NODE, BLOCKS, ENTRY, may_place
 
 MOST_BINS = tl.constexpr(8)  # bound on the parts of a source's rows that classes distinguish
 KEYS = tl.constexpr(16)  # a power of two, greater than MOST_BINS + 2
@@ -206,5 +206,5 @@ def wait_scheduled(comm, tables, signals):
     scheduled = signal_of(comm, rank_of(comm.context), signals.scheduled, 0, 0)
     ok = wait(comm.context, scheduled, comm.epoch, COMPUTE, SCHEDULED, -1, 0)
     if ok:
-        ok = tl.load(tables.summary + STATUS) == OK
+        ok = may_place(tables)
     return ok

@@ -25,10 +25,10 @@ import triton.language as tl
 
 from mkernel.lang.gemm import store_tile
 from mkernel.lang.matrix import Matrix, Strides, Tile, Tiling
-from mkernel.lang.signals import gave_up
 from mkernel.lang.trace import BEGUN, ENDED, LAUNCHES, trace, trace_time
 from mkernel.ops.moe.grouped import ROWS_BEFORE
 from mkernel.ops.moe.handle import Handle
+from mkernel.ops.moe.routing import missing_rows
 from mkernel.runtime import planning
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import constants, describable, descriptor, matmul_precision
@@ -41,6 +41,7 @@ class WeightGrad(NamedTuple):
     """The product of a call, except for its operands, which are descriptors."""
 
     bases: Any  # pointer to `Tables.bases`
+    summary: Any  # of `Tables`
     experts: Any
     m: Any
     n: Any
@@ -70,7 +71,7 @@ def _sum_rows(left, right, first, end, row, column, tiling):
 
 @triton.jit
 def _run(left, right, dw, grad, missing):
-    """All tiles of this CTA. missing: NaN if the group has given up, and with it the tables; otherwise 0."""
+    """All tiles of this CTA. missing: see `missing_rows`."""
     row_blocks = tl.cdiv(grad.m, grad.tiling.M)
     of_expert = row_blocks * tl.cdiv(grad.n, grad.tiling.N)
     for tile in range(tl.program_id(0), grad.experts * of_expert, tl.num_programs(0)):
@@ -90,7 +91,7 @@ def moe_weight_grad_kernel(context, left, right, dw, grad):
     """The whole operator. left, right: descriptors, see `rows_to_sum`; dw: a descriptor or a pointer; grad:
     `WeightGrad`."""
     trace(context, LAUNCHES, BEGUN, 0, 0, trace_time(context))
-    _run(left, right, Matrix(dw, grad.strides), grad, tl.where(gave_up(context), float("nan"), 0.0))
+    _run(left, right, Matrix(dw, grad.strides), grad, missing_rows(context, grad))
     trace(context, LAUNCHES, ENDED, 0, 0, trace_time(context))
 
 
@@ -116,6 +117,7 @@ def prepare(
     count = experts * triton.cdiv(m, tiles.tile_m) * triton.cdiv(n, tiles.tile_n)
     grad = WeightGrad(
         bases=handle.tables.bases,
+        summary=handle.tables.summary,
         experts=experts,
         m=m,
         n=n,
@@ -138,7 +140,7 @@ def prepare(
         ),
         options=dict(num_warps=tiles.warps, num_stages=tiles.stages),
         variant=(experts, m, n, left.dtype, tiles, tile_k, uses_tma, precision, left.stride(0), right.stride(0)),
-        inputs=("left", "right", "grad.bases"),
+        inputs=("left", "right", "grad.bases", "grad.summary"),
         results=("dw",) if dw.numel() else (),
     )
     return launch, dw
