@@ -142,9 +142,10 @@ def test_ranks_must_agree(name):
             (a.half(), b.half()), {"reduce_dtype": torch.float32 if odd else None}
         ),
     }  # fmt: skip
+    default = 1 if name == REDUCE else 3
+    differing[f"ctas={default}"] = lambda odd: ((a, b), {"config": mk.Config(ctas=2) if odd else None})
     if name == REDUCE:
         differing["bias=False"] = lambda odd: ((a, b), {"bias": zeros(3) if odd else None})
-        differing["ctas=1"] = lambda odd: ((a, b), {"config": mk.Config(ctas=2) if odd else None})
     refused(
         name,
         [

@@ -106,7 +106,7 @@ def scaled_matmul_reduce_scatter(
         out: the tensor to write the result to; must not overlap an input.
         scatter_dim: the dimension of the sum that is divided among the ranks; not the last one. Its size must be
             divisible by the number of ranks.
-        config: tiles and CTAs; None selects defaults. tile_m and tile_n must be the same on every rank.
+        config: tiles and CTAs; None selects defaults. tile_m, tile_n and ctas must be the same on every rank.
 
     Returns:
         [..., n], where scatter_dim is divided by the number of ranks: rank r has the r-th part of the sum. The same
