@@ -115,7 +115,9 @@ def matmul_reduce_scatter(
             done, the next call on the group or `group.synchronize()` raises it.
     """
     a, b, bias, residual = library.autocast(a, b, bias, residual)
-    if not library.are_operands(a, b, bias, residual, out) or (a.dim() == 2 and scatter_dim == 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        return _run(library.rows_to_refuse(a), b, bias, residual, reduce_dtype, group, out, config)
+    if a.dim() == 2 and scatter_dim == 0:
         return _run(a, b, bias, residual, reduce_dtype, group, out, config)
     dim, shape = check_scatter(a, b, scatter_dim, group)
     if residual is not None and tuple(residual.shape) != shape:
@@ -170,7 +172,9 @@ def explain(
 ) -> Plan:
     """The plan of a `matmul_reduce_scatter` call with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, residual, out) and (a.dim() != 2 or scatter_dim != 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2 or scatter_dim != 0:
         dim, shape = check_scatter(a, b, scatter_dim, group)
         a, out = library.as_rows(a, dim), library.out_as_rows(out, shape, dim)
         residual = None if residual is None else library.as_rows(residual, dim)
