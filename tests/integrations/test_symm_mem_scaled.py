@@ -45,7 +45,7 @@ START = """
         '''Its fallback, but for the collectives.'''
         whole = gathered(a, dim).movedim(dim, 0)
         whole = whole.contiguous()
-        if scale.numel() > 1:
+        if scale.dim():  # the scale of a single row is a row's, too
             scale = scale if scale.shape[dim] != a.shape[dim] else gathered(scale, dim)
             scale = scale.movedim(dim, 0).flatten(0, -2).contiguous()
         products = []
@@ -92,7 +92,8 @@ END = """
 """
 
 SHAPES = """
-    gathers = [((2, 3, 48), 1, "RowWise", dict(bias=True)), ((2, 3, 48), 0, "TensorWise", dict(widths=(5,)))]
+    gathers = [((2, 3, 48), 1, "RowWise", dict(bias=True)), ((2, 3, 48), 0, "TensorWise", dict(widths=(5,))),
+               ((1, 1, 32), 1, "RowWise", dict(widths=(6, 1)))]
     scatters = [((2, size, 48), 1, "RowWise", dict(op="avg", dtype=FP32)), ((size, 3, 48), 0, "TensorWise", {})]
     if size > 2:
         gathers += [((3, 32), 0, "RowWise", {}), ((2, 3, 48), 1, "RowWise", dict(replicated=True)),

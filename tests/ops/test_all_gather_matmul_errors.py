@@ -53,6 +53,7 @@ REFUSED_TENSORS = {
     "out is no tensor": ((zeros(1, 1), zeros(1, 1)), {"out": 3}, ["out must be a torch.Tensor", "int"]),
     "a has 1 dimension": ((zeros(4), zeros(4, 4)), {}, ["a must have at least 2 dimensions", "(4,)"]),
     "b has 3 dimensions": ((zeros(4, 4), zeros(4, 4, 1)), {}, ["b must have 2 dimensions", "(4, 4, 1)"]),
+    "a has more than b": ((zeros(2, 4, 4), zeros(4)), {}, ["b must have 2 dimensions", "(4,)"]),
     "out has 0 dimensions": ((zeros(4, 4), zeros(4, 4)), {"out": zeros()}, ["out must have 2 dimensions", "()"]),
     "a elsewhere": ((zeros(4, 4, device="meta"), zeros(4, 4)), {}, ["a is on meta", "this rank's device is cpu"]),
     "b elsewhere": ((zeros(4, 4), zeros(4, 4, device="meta")), {}, ["b is on meta", "this rank's device is cpu"]),

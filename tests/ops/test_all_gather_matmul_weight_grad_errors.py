@@ -177,6 +177,8 @@ def test_a_configuration_limits_the_search():
     assert (found.passes, found.held, found.copiers) == (2, 3, 5)
     for beyond in (mk.Config(passes=60), mk.Config(held_tiles=1000), mk.Config(intra_ctas=100)):
         assert _search(REAL, 132, 0, True, beyond).seconds > 0
+    # with one rank per node, nobody copies, whatever the number
+    assert _search(REAL, 132, 1, False, mk.Config(intra_ctas=2)).copiers == 0
 
 
 def test_a_rank_alone_computes_in_one_pass():

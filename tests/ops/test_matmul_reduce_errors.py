@@ -56,6 +56,8 @@ def test_tensors(name):
         (((a, b), {"bias": 3}), ["bias must be a torch.Tensor", "int"]),
         (((a, b), {"residual": [1]}), ["residual must be a torch.Tensor", "list"]),
         *([(((zeros(4), b), {}), ["a must have at least 2 dimensions", "(4,)"])] if name != REDUCE else []),
+        (((zeros(2, 4, 5), zeros(5)), {}), ["b must have 2 dimensions", "(5,)"]),
+        (((zeros(2, 4, 5), b), {"residual": [1]}), ["residual must be a torch.Tensor", "list"]),
         (((a, b), {"bias": zeros(1, 3)}), ["bias must have 1 dimension,", "(1, 3)"]),
         (((a, b), {"residual": zeros(3)}), ["residual must have 2 dimensions", "(3,)"]),
         (((zeros(4, 5, device="meta"), b), {}), ["a is on meta", "this rank's device is cpu"]),
@@ -142,9 +144,10 @@ def test_ranks_must_agree(name):
             (a.half(), b.half()), {"reduce_dtype": torch.float32 if odd else None}
         ),
     }  # fmt: skip
+    default = 1 if name == REDUCE else 3
+    differing[f"ctas={default}"] = lambda odd: ((a, b), {"config": mk.Config(ctas=2) if odd else None})
     if name == REDUCE:
         differing["bias=False"] = lambda odd: ((a, b), {"bias": zeros(3) if odd else None})
-        differing["ctas=1"] = lambda odd: ((a, b), {"config": mk.Config(ctas=2) if odd else None})
     refused(
         name,
         [

@@ -132,6 +132,14 @@ def test_more_dimensions():
         out = torch.empty(3, 4, 10)
         assert mk.scaled_matmul_all_reduce(*shaped, out=out) is out
         assert torch.equal(out, y)
+        # one scale, of all rows or of the only one, with as many dimensions as a
+        rows, scale = mk.quantize(torch.ones(1, 1, 140), "RowWise")
+        one = torch.ones(1, 10)
+        for more, call in (((1, 1), mk.all_gather_scaled_matmul), ((1, 1), mk.scaled_matmul_all_reduce),
+                           ((4, 1), mk.scaled_matmul_reduce_scatter)):  # fmt: skip
+            given = rows.expand(*more, 140)
+            flat = call(given.reshape(-1, 140), b, scale.view(1, 1), one)
+            assert torch.equal(call(given, b, scale, one).flatten(0, 1), flat)
 
     run(work, cluster=(1, 2))
 

@@ -3,11 +3,14 @@
 import os
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.forked_processes import SOURCE, Fork
 
+import mkernel as mk
 from mkernel.runtime import liveness
+from mkernel.runtime.store_exchange import LostRanks, StoreExchange
 
 PEER = """
 import sys
@@ -122,3 +125,24 @@ def test_a_page_that_is_damaged_says_nothing():
         assert page.read() == {}
     page.close()
     os.close(handle)
+
+
+def test_the_rank_that_ended_first_is_the_one_that_was_lost():
+    """Others may have ended because of it, before anybody looked."""
+    lost = LostRanks(SimpleNamespace(job="job", poll=lambda name: False))
+    lost._watch = SimpleNamespace(gone={12: "first", 11: "second"})
+    with pytest.raises(mk.RankLost) as caught:
+        lost.check(("group", 1), members=[10, 11, 12], missing=[1, 2], timed_out=mk.CommTimeout("late", ()))
+    assert (caught.value.rank, caught.value.why) == (2, "first")
+
+
+def test_a_network_that_failed_with_a_rank_is_reported_as_the_loss_of_the_rank():
+    reports = []
+    exchange = SimpleNamespace(lost=SimpleNamespace(report=lambda *report: reports.append(report[1:])))
+    failure = mk.TransportError("the peer closed the connection")
+    StoreExchange.report_failure(exchange, SimpleNamespace(rank=1), failure)
+    failure.__cause__ = mk.RankLost("rank 2 is lost", (), 2, "its process has ended")
+    StoreExchange.report_failure(exchange, SimpleNamespace(rank=1), failure)
+    assert reports == [
+        (-1, "rank 1 has given up: the peer closed the connection"), (2, "its process has ended"),
+    ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.runtime.operands import describable, overlap, overlaps_itself
+from mkernel.runtime.operands import describable, matmul_precision, overlap, overlaps_itself
 
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 
@@ -161,3 +161,16 @@ ALIGNED = torch.empty(2**16, dtype=torch.float16)  # torch aligns it to 64 bytes
 def test_tma_reads_aligned_rows_of_any_number_of_dimensions(shape, strides, start, good):
     assert ALIGNED.data_ptr() % 16 == 0
     assert describable(ALIGNED.as_strided(shape, strides, start)) is good
+
+
+@pytest.mark.parametrize("name", ["allow_tf32", "fp32_precision"])
+def test_precision_is_read_whichever_setting_the_user_has_changed(name):
+    settings = torch.backends.cuda.matmul
+    values = {"allow_tf32": (True, False), "fp32_precision": ("tf32", "ieee")}[name]
+    try:
+        for value, expected in zip(values, ("tf32", "ieee")):
+            setattr(settings, name, value)
+            assert matmul_precision(torch.float32) == expected
+            assert matmul_precision(torch.bfloat16) == "tf32"
+    finally:
+        settings.fp32_precision = "none"

@@ -54,9 +54,9 @@ def test_repeated_all_gather_matmul(repeated, ranks):
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_repeated_sums(repeated, op):
     def on_rank(group):
-        for seed in range(4):
+        for seed, step in [(seed, step) for step in (1, 2) for seed in range(4)]:
             a, b = inputs(group, seed, M, K), inputs(group, seed + 50, K, N)
-            bias = torch.full((N,), 1.0 + seed)
+            bias = torch.full((step * N,), 1.0 + seed)[::step]
             y = getattr(mk, op)(a, b, bias=bias)
             group.synchronize()
             exact = total(group, a.double() @ b.double()) + bias.double()
@@ -65,7 +65,7 @@ def test_repeated_sums(repeated, op):
             assert (y.double() - exact).abs().max() < 1e-3
 
     mk.spawn(on_rank, gpus_per_node=2)
-    assert len(repeated) == 2 * 2
+    assert len(repeated) == 2 * 2 * 2
 
 
 @pytest.mark.parametrize("recipe", [("RowWise", "RowWise"), ("BlockWise1x128", "BlockWise128x128")], ids="-".join)

@@ -55,7 +55,10 @@ def fused_all_gather_scaled_matmul(
         )
     group = named(group_name)
     rows, leading = as_rows(A_shard, gather_dim)
-    scales = _of_rows(_own_part(A_scale, A_shard, gather_dim, group), A_shard, gather_dim)
+    own = _own_part(A_scale, A_shard, gather_dim, group)
+    # the scale of a single row may be another one on every rank
+    is_common = own.numel() == 1 and own.shape[:-1] != A_shard.shape[:-1]
+    scales = _of_rows(own, A_shard, gather_dim)
     largest = max(range(len(Bs)), key=lambda index: Bs[index].numel())
     products: list[Any] = [None] * len(Bs)
     gathered = everyones = torch.empty(0)
@@ -69,7 +72,7 @@ def fused_all_gather_scaled_matmul(
                 return_gathered=True,
             )  # fmt: skip
         else:
-            its = scales.reshape(()) if B_scale.numel() == 1 and scales.numel() == 1 else everyones
+            its = scales.reshape(()) if B_scale.numel() == 1 and is_common else everyones
             products[index] = multiply_quantized(
                 gathered, B, its, B_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
             )
@@ -147,7 +150,9 @@ def _own_part(A_scale: torch.Tensor, A_shard: torch.Tensor, dim: int, group: Gro
 
 def _of_rows(scale: torch.Tensor, A: torch.Tensor, dim: int) -> torch.Tensor:
     """Scales of A for its `as_rows`; others as they are, to be refused on all ranks."""
-    if scale.numel() == 1 or scale.shape[:-1] != A.shape[:-1]:
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.shape[:-1] != A.shape[:-1]:
         return scale
     return as_rows(scale, dim)[0]
 

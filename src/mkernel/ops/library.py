@@ -231,6 +231,12 @@ def as_rows(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return tensor.movedim(dim, 0).reshape(rows_of(tensor), tensor.shape[-1])
 
 
+def rows_to_refuse(a: Any) -> Any:
+    """a [..., k], where another argument is wrong: as a matrix, so that the checks find the other one."""
+    plain = type(a) in PLAIN and a.layout is torch.strided and not a.is_nested
+    return as_rows(a) if plain and a.dim() > 2 else a
+
+
 def rows_of(tensor: torch.Tensor) -> int:
     """How many rows a tensor [..., columns] has, also if it has no columns."""
     return math.prod(tensor.shape[:-1])

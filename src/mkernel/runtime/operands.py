@@ -80,8 +80,9 @@ def named_constants(**values: Any) -> dict[str, Any]:
 
 
 def matmul_precision(dtype: torch.dtype) -> str:
-    """The precision of tl.dot. fp32 is multiplied as fp32 unless the user has allowed tf32 in PyTorch."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """The precision of tl.dot. fp32 is multiplied as fp32 unless the user has allowed tf32 in PyTorch, by any of its
+    settings: `allow_tf32` raises an error if it was allowed by `fp32_precision`."""
+    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 Steps = tuple[tuple[int, int], ...]  # (stride in bytes, size) of each dimension of more than one element

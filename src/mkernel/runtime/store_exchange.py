@@ -140,10 +140,11 @@ class StoreExchange:
         self.lost.report(group, group.rank, why)
 
     def report_failure(self, group: Group, failure: MKernelError) -> None:
-        if isinstance(failure, RankLost):
-            self.lost.report(group, failure.rank, failure.why)
+        lost = failure.__cause__ if isinstance(failure, TransportError) else failure
+        if isinstance(lost, RankLost):
+            self.lost.report(group, lost.rank, lost.why)
         else:
-            self.lost.report(group, -1, f"rank {group.rank} has given up: {failure}")
+            self.lost.report(group, -1, f"rank {group.rank} has given up: {str(failure).removesuffix('.')}")
 
     def wait_for_lost_rank(self, group: Group, timed_out: bool) -> tuple[int, str] | None:
         return self.lost.wait_for_cause(group, 0.0 if timed_out else REPORT_SECONDS)
@@ -288,9 +289,10 @@ class LostRanks:
         if why and lost < 0:
             self._wait_for_watch([members[i] for i in missing])  # which may know which rank it was
         gone = self._watch.gone if self._watch is not None else {}
-        for i in missing:
-            if lost < 0 and members[i] in gone:
-                lost, why = i, gone[members[i]]
+        waited_for = {members[i]: i for i in missing}
+        for member, how in list(gone.items()):  # in the order in which they ended: others may have ended because of it
+            if lost < 0 and member in waited_for:
+                lost, why = waited_for[member], how
         if lost >= 0:
             raise RankLost(f"rank {lost} is lost: {why}. {timed_out}", timed_out.records, lost, why)
         if why:

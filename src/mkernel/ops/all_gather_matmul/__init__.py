@@ -121,7 +121,9 @@ def _one(
     return_gathered: bool, gather_dim: int, save: str, config: Config | None,
 ) -> Any:  # fmt: skip
     """A call with one b."""
-    if not library.are_operands(a, b, bias, out) or (a.dim() == 2 and gather_dim == 0):
+    if not library.are_operands(a, b, bias, out):
+        dim, rows, matrix = 0, library.rows_to_refuse(a), out
+    elif a.dim() == 2 and gather_dim == 0:
         dim, rows, matrix = 0, a, out
     else:
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
@@ -234,7 +236,9 @@ def explain(
         keeps = whole is None or return_gathered or (save == "gathered" and library.needs_gradients(*b))
         one = b[0] if whole is None else whole
         return explain(a, one, group=group, return_gathered=keeps, gather_dim=gather_dim, save=save, config=config)
-    if library.are_operands(a, one, bias, out) and (a.dim() != 2 or gather_dim != 0):
+    if not library.are_operands(a, one, bias, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2 or gather_dim != 0:
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, out = library.as_rows(a, dim), None
     call.check(group, a, one, out, config)

@@ -29,7 +29,8 @@ def add_to_tile(result, tile, values):
     N: tl.constexpr = values.shape[1]
     if result.BIAS:
         j = tile.column + tl.arange(0, N)
-        values += tl.load(result.bias + j, mask=j < tile.columns, other=0.0).to(tl.float32)[None, :]
+        bias = result.bias + j.to(tl.int64) * result.bias_stride
+        values += tl.load(bias, mask=j < tile.columns, other=0.0).to(tl.float32)[None, :]
     if result.RESIDUAL:
         if result.residual.strides.USES_TMA:
             more = result.residual.data.load([0, tile.row, tile.column]).reshape(M, N)

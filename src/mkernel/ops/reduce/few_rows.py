@@ -142,7 +142,8 @@ def _add_units(comm, call, total, inside, unit):
 def _store_unit(result, total, i, j, inside):
     """Add bias and residual to rows i and columns j of the result, and store them where `inside`."""
     if result.BIAS:
-        total += tl.load(result.bias + j, mask=inside, other=0.0).to(tl.float32)
+        bias = result.bias + j.to(tl.int64) * result.bias_stride
+        total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
     if result.RESIDUAL:
         strides = result.residual.strides
         more = result.residual.data + i.to(tl.int64) * strides.row + j.to(tl.int64) * strides.column

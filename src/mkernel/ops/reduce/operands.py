@@ -39,6 +39,7 @@ class Result(NamedTuple):
 
     c: Any  # Matrix
     bias: Any  # pointer to n elements; None unless BIAS
+    bias_stride: Any
     residual: Any  # Matrix like c; its data is None unless RESIDUAL
     BIAS: Any
     RESIDUAL: Any
@@ -71,8 +72,8 @@ def with_matrices(comm, call, a, b, c, residual, BODY: tl.constexpr):
                 call.product.rows, call.product.n, call.product.k, call.product.tiling,
             ),
             Result(
-                Matrix(c, call.result.c), call.result.bias, Matrix(residual, call.result.residual),
-                call.result.BIAS, call.result.RESIDUAL,
+                Matrix(c, call.result.c), call.result.bias, call.result.bias_stride,
+                Matrix(residual, call.result.residual), call.result.BIAS, call.result.RESIDUAL,
             ),
             call.exchange,
             call.link,
@@ -118,7 +119,8 @@ def call_of(group: Group, plan: Plan, call: Sum, parts: int, exchange: Any) -> C
         ),
         Result(
             Strides(0, *out.stride(), *constants(plan.out_uses_tma, False)),
-            call.bias.contiguous() if call.bias is not None else None,
+            call.bias,
+            call.bias.stride(0) if call.bias is not None else 0,
             Strides(0, *strides, *constants(plan.residual_uses_tma, False)),
             *constants(call.bias is not None, residual is not None),
         ),

@@ -201,7 +201,9 @@ def all_gather_scaled_matmul(
     """
     library.refuse_gradients(OP, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
     rows, matrix, dim = a, out, 0
-    if library.are_operands(a, b, bias, out) and (a.dim() != 2 or gather_dim != 0):
+    if not library.are_operands(a, b, bias, out):
+        rows = library.rows_to_refuse(a)
+    elif a.dim() != 2 or gather_dim != 0:
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         rows, scale_a = library.as_rows(a, dim), library.scale_as_rows(scale_a, a, dim)
         if out is not None:
@@ -263,7 +265,9 @@ def explain(
 ) -> Plan:
     """The plan that `all_gather_scaled_matmul` would execute with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, out) and (a.dim() != 2 or gather_dim != 0):
+    if not library.are_operands(a, b, bias, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2 or gather_dim != 0:
         dim = library.check_dim("gather_dim", gather_dim, a, "a")
         a, scale_a, out = library.as_rows(a, dim), library.scale_as_rows(scale_a, a, dim), None
     scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config, recipe_a, dtype_a)

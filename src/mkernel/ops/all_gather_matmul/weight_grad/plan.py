@@ -4,7 +4,7 @@ passes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -244,17 +244,18 @@ def _search(problem: Problem, ctas: int, senders: int, copies: bool, config: Con
     if problem.ranks == 1 or not problem.tiles:
         return Schedule(0.0, 1 if copies else 0, 1, 1, 0)
     useful = min(math.ceil(problem.link / problem.push_rate), max(ctas // 4, 1))
-    several = range(1, useful + 1) if copies else range(1)
     found: Iterator[Schedule] = (
         _estimate(problem, ctas, senders, copiers, passes, held)
-        for copiers in several
-        for passes in range(1, MOST_PASSES + 1)
-        for held in range(1, MOST_HELD + 1 if passes > 1 else 2)
-        if pick("intra_ctas", copiers) == copiers or not 1 <= pick("intra_ctas", copiers) <= useful
-        if pick("passes", passes) == passes or pick("passes", passes) > MOST_PASSES
-        if pick("held_tiles", held) == held or pick("held_tiles", held) > MOST_HELD or passes == 1
+        for copiers in _left_open(pick("intra_ctas", 0), range(1, useful + 1) if copies else range(1))
+        for passes in _left_open(pick("passes", 0), range(1, MOST_PASSES + 1))
+        for held in (_left_open(pick("held_tiles", 0), range(1, MOST_HELD + 1)) if passes > 1 else [1])
     )
     return min(found, key=lambda schedule: schedule.seconds)
+
+
+def _left_open(given: int, options: range) -> Sequence[int]:
+    """Which options to try: the one that was given; all of them if that is none of them."""
+    return [given] if given in options else options
 
 
 def _estimate(problem: Problem, ctas: int, senders: int, copiers: int, passes: int, held: int) -> Schedule:

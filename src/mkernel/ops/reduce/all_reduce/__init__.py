@@ -129,7 +129,9 @@ def matmul_all_reduce(
             done, the next call on the group or `group.synchronize()` raises it.
     """
     a, b, bias, residual = library.autocast(a, b, bias, residual)
-    if not library.are_operands(a, b, bias, residual, out) or a.dim() == 2:
+    if not library.are_operands(a, b, bias, residual, out):
+        return _run(library.rows_to_refuse(a), b, bias, residual, reduce_dtype, group, out, fixed_order, config)
+    if a.dim() == 2:
         return _run(a, b, bias, residual, reduce_dtype, group, out, fixed_order, config)
     shape = shape_of(a, b)
     if residual is not None and tuple(residual.shape) != shape:
@@ -180,7 +182,9 @@ def explain(
 ) -> Plan:
     """The plan of a `matmul_all_reduce` call with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2:
         out = library.out_as_rows(out, shape_of(a, b), 0)
         residual = None if residual is None else library.as_rows(residual)
         a = library.as_rows(a)

@@ -118,7 +118,9 @@ def scaled_matmul_all_reduce(
     """
     library.refuse_gradients(OP, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
     matrix, added, shape = out, residual, None
-    if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2:
         shape = shape_of(a, b)
         if residual is not None and tuple(residual.shape) != shape:
             raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
@@ -164,7 +166,9 @@ def explain(
 ) -> Plan:
     """The plan of a `scaled_matmul_all_reduce` call with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, residual, out) and a.dim() != 2:
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2:
         out, scale_a = library.out_as_rows(out, shape_of(a, b), 0), library.scale_as_rows(scale_a, a)
         residual = None if residual is None else library.as_rows(residual)
         a = library.as_rows(a)

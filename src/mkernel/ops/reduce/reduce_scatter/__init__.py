@@ -37,9 +37,10 @@ of the result's dtype times the result.
 Why it cannot deadlock. Pushing waits for nothing. Order all steps by (program id, position in the CTA's sequence). A
 node's sum needs partials from CTAs with the same or a lower program id; those with the same id push them earlier in
 their sequence. The rank's own rows need such partials, and node sums, which also come earlier in the sequence. So the
-first waiting CTA in this order can always proceed, even if the CTAs of a rank run one after the other. This holds if
-all ranks have the same number of CTAs. If they do not, it is enough that all CTAs are resident, which the launch
-checks. The proxy drains a full request ring, and waits for no kernel. Every wait has a timeout nevertheless.
+first waiting CTA in this order can always proceed, even if the CTAs of a rank run one after the other. This holds
+because all ranks have the same number of CTAs. With other numbers, a CTA could wait for a leftover tile, which it takes
+first, from a CTA that waits for a later tile of its own. The proxy drains a full request ring, and waits for no kernel.
+Every wait has a timeout nevertheless.
 
 What it costs. FLOPs: 2*m*n*k_local. Each rank writes (gpus-1)*nodes*m/world*n elements over NVLink and
 (nodes-1)*m/world*n over the network, and reads as many. Workspace: 2*m/world*n*(nodes*(gpus-1) + 2*(nodes-1)) elements
@@ -102,7 +103,7 @@ def matmul_reduce_scatter(
         out: the tensor to write the result to; must not overlap an input. Not with gradients.
         scatter_dim: the dimension of the sum that is divided among the ranks; not the last one. Its size must be
             divisible by the number of ranks.
-        config: tiles and CTAs; None selects defaults. tile_m and tile_n must be the same on every rank.
+        config: tiles and CTAs; None selects defaults. tile_m, tile_n and ctas must be the same on every rank.
 
     Returns:
         [..., n], where scatter_dim is divided by the number of ranks: rank r has the r-th part of the sum. bf16, fp16
@@ -114,7 +115,9 @@ def matmul_reduce_scatter(
             done, the next call on the group or `group.synchronize()` raises it.
     """
     a, b, bias, residual = library.autocast(a, b, bias, residual)
-    if not library.are_operands(a, b, bias, residual, out) or (a.dim() == 2 and scatter_dim == 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        return _run(library.rows_to_refuse(a), b, bias, residual, reduce_dtype, group, out, config)
+    if a.dim() == 2 and scatter_dim == 0:
         return _run(a, b, bias, residual, reduce_dtype, group, out, config)
     dim, shape = check_scatter(a, b, scatter_dim, group)
     if residual is not None and tuple(residual.shape) != shape:
@@ -169,7 +172,9 @@ def explain(
 ) -> Plan:
     """The plan of a `matmul_reduce_scatter` call with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, residual, out) and (a.dim() != 2 or scatter_dim != 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2 or scatter_dim != 0:
         dim, shape = check_scatter(a, b, scatter_dim, group)
         a, out = library.as_rows(a, dim), library.out_as_rows(out, shape, dim)
         residual = None if residual is None else library.as_rows(residual, dim)

@@ -51,7 +51,8 @@ def agree(group: Group, op: str, call: Sum, **more: Hashable) -> None:
     tile_m, tile_n, team = plan.tile_of(group, rows, n, call.a.dtype, call.config)
     group.agree(
         op, m=call.a.shape[0], n=n, dtype=call.a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n,
-        group_m=group_m_of(group, call), team_ctas=team, **more,
+        group_m=group_m_of(group, call), ctas=plan.ctas_of(group, rows, n, (tile_m, tile_n), call.config),
+        team_ctas=team, **more,
     )  # fmt: skip
 
 

@@ -31,6 +31,12 @@ def tile_of(group: Group, rows: int, n: int, dtype: torch.dtype, config: Config 
     return choose("tile_m", tile_m), choose("tile_n", tile_n), 0
 
 
+def ctas_of(group: Group, rows: int, n: int, tile: tuple[int, int], config: Config | None) -> int:
+    """CTAs of a launch. The same on every rank, since they determine the order of tiles."""
+    tiles = math.ceil(rows / tile[0]) * math.ceil(n / tile[1]) * group.size
+    return planning.chooser(config)("ctas", min(planning.common_ctas(group), max(tiles, 1)))
+
+
 def decide(group: Group, call: Sum) -> Plan:
     """Decide how to run a call. Depends only on shapes, strides, alignment and the group."""
     rows, n = call.a.shape[0] // group.size, call.b.shape[1]
@@ -47,7 +53,7 @@ def decide(group: Group, call: Sum) -> Plan:
         tile=(tile_m, tile_n),
         tiles=tiles,
         computed=tiles * group.size,
-        ctas=min(planning.common_ctas(group), max(tiles * group.size, 1)),
+        ctas=ctas_of(group, rows, n, (tile_m, tile_n), call.config),
         pushed=elements * group.nodes * (group.gpus_per_node - 1),
         sent=elements * (group.nodes - 1),
         reasons=(SPREAD,) if group.nodes >= MANY_NODES.value else (),

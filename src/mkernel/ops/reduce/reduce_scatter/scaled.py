@@ -106,7 +106,7 @@ def scaled_matmul_reduce_scatter(
         out: the tensor to write the result to; must not overlap an input.
         scatter_dim: the dimension of the sum that is divided among the ranks; not the last one. Its size must be
             divisible by the number of ranks.
-        config: tiles and CTAs; None selects defaults. tile_m and tile_n must be the same on every rank.
+        config: tiles and CTAs; None selects defaults. tile_m, tile_n and ctas must be the same on every rank.
 
     Returns:
         [..., n], where scatter_dim is divided by the number of ranks: rank r has the r-th part of the sum. The same
@@ -119,7 +119,9 @@ def scaled_matmul_reduce_scatter(
     """
     library.refuse_gradients(OP, a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
     rows, matrix, added, dim, shape = a, out, residual, 0, None
-    if library.are_operands(a, b, bias, residual, out) and (a.dim() != 2 or scatter_dim != 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        rows = library.rows_to_refuse(a)
+    elif a.dim() != 2 or scatter_dim != 0:
         dim, shape = check_scatter(a, b, scatter_dim, group)
         if residual is not None and tuple(residual.shape) != shape:
             raise ArgumentError(f"residual has shape {tuple(residual.shape)}, but the result has {shape}")
@@ -164,7 +166,9 @@ def explain(
 ) -> Plan:
     """The plan of a `scaled_matmul_reduce_scatter` call with these arguments."""
     group = current(group)
-    if library.are_operands(a, b, bias, residual, out) and (a.dim() != 2 or scatter_dim != 0):
+    if not library.are_operands(a, b, bias, residual, out):
+        a = library.rows_to_refuse(a)
+    elif a.dim() != 2 or scatter_dim != 0:
         dim, shape = check_scatter(a, b, scatter_dim, group)
         out, scale_a = library.out_as_rows(out, shape, dim), library.scale_as_rows(scale_a, a, dim)
         residual = None if residual is None else library.as_rows(residual, dim)
