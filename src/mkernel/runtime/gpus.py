@@ -34,6 +34,8 @@ def name_of(device: Target) -> str:
     major, minor = capability(device)
     if isinstance(device, SimulatedGpu):
         return f"a simulated GPU (compute capability {major}.{minor})"
+    if not isinstance(device, torch.device):  # one that calls are only compiled for
+        return str(device)
     return f"{torch.cuda.get_device_name(device)} ({device}, compute capability {major}.{minor})"
 
 

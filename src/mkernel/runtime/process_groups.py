@@ -108,8 +108,8 @@ def resolve(given: Any, current: Group | None) -> Group:
     unknown = ""
     if isinstance(given, str):
         unknown = (
-            f": there is no group named {given!r} in this process, and no process group; it was freed or destroyed, or "
-            f"made in another process. Groups: {', '.join(group_names.known()) or 'none'}"
+            f": this process has no group and no process group named {given!r} (any more). Groups: "
+            f"{', '.join(group_names.known()) or 'none'}"
         )
     raise ArgumentError(f"group must be {ACCEPTED}; got {type(given).__name__}{unknown}")
 

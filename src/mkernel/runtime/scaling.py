@@ -35,6 +35,7 @@ from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import check_plain, constants, layout
+from mkernel.runtime.planning import check_flag
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,8 +205,7 @@ def scaling_of(
     """The scales of a @ b, for operands that have been checked. The error says which shapes would do."""
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         check_scale(group, name, scale, 2)
-    if not isinstance(use_fast_accum, bool):
-        raise ArgumentError(f"use_fast_accum must be True or False, got {use_fast_accum!r}")
+    check_flag("use_fast_accum", use_fast_accum)
     (m, k), n = a.shape, b.shape[1]
     of_rows, of_columns = _shape_of(scale_a) in ((1, 1), (m, 1)), _shape_of(scale_b) in ((1, 1), (1, n))
     if of_rows and of_columns:

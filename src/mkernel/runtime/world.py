@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from triton import knobs
 
+from mkernel.runtime.errors import ArgumentError, MKernelError
+
 if TYPE_CHECKING:
     from mkernel.net import Statistics
-    from mkernel.runtime.errors import MKernelError
     from mkernel.runtime.gpus import SimulatedGpu
     from mkernel.runtime.group import Group, Uses
 
@@ -49,6 +50,14 @@ class Links:
     nvlink: float | None = None
     network: float | None = None
     network_latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("nvlink", "network"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ArgumentError(f"{name} must be more than 0 GB/s, or None for no pacing; got {rate}")
+        if not self.network_latency >= 0:
+            raise ArgumentError(f"network_latency must be 0 seconds or more; got {self.network_latency}")
 
 
 # Does the compiler fuse multiplications and additions? Triton has always done so, TRITON_DEFAULT_FP_FUSION=0 turns it
