@@ -89,10 +89,6 @@ class Heap:
         group.barrier()
         return segment
 
-    def drop(self, segment: Segment) -> None:
-        """This rank will not use the segment any more."""
-        self._dropped.add(segment.number)
-
     def holds(self, segment: Segment) -> bool:
         """Is the segment still allocated?"""
         return segment.number in self._segments
