@@ -446,7 +446,5 @@ def test_switches_are_bools(wrong):
 
 
 def test_explain_takes_names():
-    with pytest.raises(
-        mk.ArgumentError, match="there is no function among the names of operators; there are: all"
-    ):
+    with pytest.raises(mk.ArgumentError, match="there is no function among the names of operators; there are: all"):
         mk.explain(mk.all_gather_matmul, torch.ones(2, 16), torch.ones(16, 4))

@@ -199,7 +199,7 @@ class Report:
             yield "conflicting accesses and waits: not recorded, since the race detector is off"
             return
         both, one = self.both_orders, self.one_order
-        yield f"conflicting accesses: {len(both)} pairs of lines seen in both orders, {len(one)} in one order only"
+        yield f"pairs of lines with conflicting accesses: {len(both)} seen in both orders, {len(one)} in one order only"
         if one:
             yield "  one order only (the protocol orders them, or the other order was not explored):"
             yield from _some([f"{first}, then {second} ({self.orders[first, second]} times)" for first, second in one])

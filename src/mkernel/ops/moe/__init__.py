@@ -16,10 +16,12 @@ operators in fp8. The operators share the modules below, listed in the order in 
 
 - sizes.py: numbers of tokens, experts and rows, and what the ranks agree on before they launch.
 - arguments.py: checks of arguments. plan.py: tiles, chunks and CTAs of each role.
-- protocol.py: the arrays in the workspace, the signals, and when a rank may write to a buffer.
+- handle.py: what a dispatch returns beside the rows, and a combine and the gradients need.
+- protocol.py: the arrays in the workspace, the signals (kinds.py has their numbers), and when a rank may write to a
+  buffer.
 - routing.py: every rank publishes which token goes to which expert. Inside the launch, every rank counts the rows it
   receives and stores what it derives in `Tables`.
-- schedule.py: the order in which blocks of rows are computed.
+- schedule.py: the order in which blocks of rows are computed. tile_order.py: the order of their tiles.
 - dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
 - packing.py: tokens in fp8 with their scales, as one row of words.
 - grouped.py: a tile of the grouped GEMM.

@@ -301,6 +301,14 @@ def _first_row(comm, tables, expert, source, mask):
 
 
 @triton.jit
+def _block_of(comm, dispatch, tables, expert, row, mask):
+    """The number of the block that holds each row of these experts."""
+    block = tl.load(tables.first_blocks + expert, mask=mask, other=0)
+    base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mask, other=0)
+    return block + (row - base) // dispatch.TILE_M
+
+
+@triton.jit
 def _count_placed(counters, mask):
     """Count rows that are in place, each in the counter of its block."""
     tl.debug_barrier()
@@ -308,10 +316,11 @@ def _count_placed(counters, mask):
 
 
 @triton.jit
-def _fetch(comm, dispatch, batch, rank, holder, source, chunk, wanted):
-    """Where the tokens of a source come from, which `holder` holds for my node: (origin, row stride, column stride,
-    whether they are of another node), and whether those of the chunk are there, for which it waits if any are wanted.
-    Only tokens that are not packed are read from the caller's tensor. rank: mine."""
+def _wait_origin(comm, dispatch, batch, rank, holder, source, chunk, wanted):
+    """Wait until `holder` holds the tokens of a chunk of `source` for my node, if any of them are wanted. Returns from
+    where to read tokens of this source (pointer, row stride, column stride, whether they are of another node), and
+    whether those of the chunk have arrived. Only tokens that are not packed are read from the caller's tensor. rank:
+    mine."""
     DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     arrived = tl.full((), True, tl.int1)
     if dispatch.PACKS:
@@ -369,7 +378,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
     tl.debug_barrier()
 
-    origin, row_stride, column_stride, far, arrived = _fetch(
+    origin, row_stride, column_stride, far, arrived = _wait_origin(
         comm, dispatch, batch, rank, holder, source, chunk, wanted
     )  # fmt: skip
 
@@ -379,9 +388,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
             dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
             tables.recv_index + source * batch.max_tokens, far, token, end, K,
         )  # fmt: skip
-        block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
-        block += (row - base) // dispatch.TILE_M
+        block = _block_of(comm, dispatch, tables, expert, row, goes_here)
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
@@ -407,7 +414,7 @@ def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         weights = weights_of(comm, routing, batch, source)
         weight = tl.load(weights + t * K + slot, mask=goes_here, other=0.0)
         tl.store(dispatch.row_weights + row, weight, mask=goes_here)
-    origin, row_stride, column_stride, far, arrived = _fetch(
+    origin, row_stride, column_stride, far, arrived = _wait_origin(
         comm, dispatch, batch, rank, holder, source, chunk, wanted
     )  # fmt: skip
     if arrived & (wanted > 0):
@@ -419,9 +426,7 @@ def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         expert = tl.load(tables.all_topk_ids + source_offset + t * K + slot, mask=goes_here, other=0)
         expert -= tl.load(tables.summary + FIRST_EXPERT)
-        block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
-        block += (row - base) // dispatch.TILE_M
+        block = _block_of(comm, dispatch, tables, expert, row, goes_here)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
 
