@@ -604,6 +604,15 @@ def test_demo_on_gpus_shows_times(monkeypatch, tmp_path):
     assert data_of(tmp_path / "demo.html")["operators"][0]["milliseconds"] == {"fused": 0.25, "library": 0.2}
 
 
+# -- check
+
+
+def test_check_of_something_like_a_function():
+    result = run("check", "program:on_rank")
+    assert result.exit_code == 2
+    assert "'program:on_rank' is not a function of a file: write FILE.py:FUNCTION" in words(result)
+
+
 # -- compile
 
 

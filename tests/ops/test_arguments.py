@@ -448,3 +448,16 @@ def test_switches_are_bools(wrong):
 def test_explain_takes_names():
     with pytest.raises(mk.ArgumentError, match="there is no function among the names of operators; there are: all"):
         mk.explain(mk.all_gather_matmul, torch.ones(2, 16), torch.ones(16, 4))
+
+
+def test_plans_mention_no_work_of_ctas_that_do_not_exist():
+    """One rank copies nothing."""
+
+    def on_rank(group):
+        a, b = torch.ones(32, 32), torch.ones(32, 32)
+        return [str(mk.explain(op, a, b)) for op in ("all_gather_matmul", "all_gather_matmul_weight_grad")]
+
+    for plan in mk.spawn(on_rank, gpus_per_node=1, device="cpu")[0]:
+        assert "(0 send, 0 intra)" in plan
+    for plan in mk.spawn(on_rank, gpus_per_node=2, device="cpu")[0][:1]:
+        assert "1 intra, which compute" in plan

@@ -147,6 +147,15 @@ def count_of_ctas(count: int) -> str:
     return f"{count} CTA" if count == 1 else f"{count} CTAs"
 
 
+def roles_of(config: Settings) -> str:
+    """How many CTAs copy, and what they do afterwards, for the head of a plan."""
+    roles = f"{config.send_ctas} send, {config.intra_ctas} intra"
+    if not config.join_tiles or not config.send_ctas + config.intra_ctas:
+        return roles
+    tiles = "1 tile" if config.join_tiles == 1 else f"{config.join_tiles} tiles"
+    return f"{roles}, which compute {tiles} each when they are done"
+
+
 def common_ctas(group: Group) -> int:
     """How many CTAs every rank of the group can have: the same number on all ranks."""
     return min(group.world.launcher.ctas(member) for member in group.members)
