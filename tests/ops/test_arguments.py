@@ -454,8 +454,11 @@ def test_plans_mention_no_work_of_ctas_that_do_not_exist():
     """One rank copies nothing."""
 
     def on_rank(group):
-        a, b = torch.ones(32, 32), torch.ones(32, 32)
-        return [str(mk.explain(op, a, b)) for op in ("all_gather_matmul", "all_gather_matmul_weight_grad")]
+        a, gathered = torch.ones(32, 32), torch.ones(32 * group.size, 32)
+        return [
+            str(mk.explain("all_gather_matmul", a, a)),
+            str(mk.explain("all_gather_matmul_weight_grad", a, gathered)),
+        ]
 
     for plan in mk.spawn(on_rank, gpus_per_node=1, device="cpu")[0]:
         assert "(0 send, 0 intra)" in plan

@@ -46,7 +46,7 @@ def test_a_name_outlives_no_group():
         made = group.subset([group.rank])
         name = made.group_name
         del made
-        with pytest.raises(mk.MKernelError, match=r"no group named 'world:1x2/\d#1:1x1'.*world:1x2"):
+        with pytest.raises(mk.MKernelError, match=r"no process group named 'world:1x2/\d#1:1x1'.*world:1x2"):
             named(name)
 
     mk.spawn(program, device="cpu")
