@@ -432,7 +432,7 @@ def test_a_report_adds_up_what_the_race_detector_saw():
     assert report.waited == ["a.py:9 w", "b.py:8 w"]
     assert report.never_waited == ["d.py:7 w"]
     text = str(report)
-    assert "2 pairs of lines seen in both orders, 1 in one order only" in text
+    assert "2 seen in both orders, 1 in one order only" in text
     assert "d.py:4 k, then e.py:5 l (2 times)" in text
     assert "lines at which a CTA waits: at 2 it had to, at 1 it never had to" in text
     assert "d.py:7 w (6 times)" in text

@@ -15,7 +15,7 @@ SUPPORTED = "mkernel runs on NVIDIA GPUs of compute capability 8.0 (Ampere) or n
 
 @dataclass(frozen=True)
 class SimulatedGpu:
-    """What the simulator stands for if it plans calls as for a GPU: see `Options.capability` in sim/scheduler.py."""
+    """The GPU for which the simulator plans calls: see `Options.capability` in sim/scheduler.py."""
 
     capability: tuple[int, int]
     type: str = "cuda"

@@ -1,6 +1,6 @@
 """Groups of torch process groups, each made once and kept.
 
-Whatever takes a `group` takes, beside a Group, what PyTorch programs have at hand: a ProcessGroup, a one-dimensional
+Whatever takes a `group` takes, besides a Group, what PyTorch programs have at hand: a ProcessGroup, a one-dimensional
 DeviceMesh, or a name, which is how graphs and PyTorch's functional collectives refer to a process group. The group of a
 process group is the one that `mk.init` made of it last. If there is none, the first use makes one, as
 `mk.init(process_group)` does, but leaves the current group as it is. That is collective: all ranks of the process group

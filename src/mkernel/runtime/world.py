@@ -61,7 +61,7 @@ class Links:
 
 
 # Does the compiler fuse multiplications and additions? Triton has always done so, TRITON_DEFAULT_FP_FUSION=0 turns it
-# off, and Triton 3.9 warns wherever nobody has chosen.
+# off, and Triton 3.9 warns about every launch that does not set it.
 FP_FUSION: bool = knobs.language.default_fp_fusion
 
 
