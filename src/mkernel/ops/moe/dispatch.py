@@ -53,6 +53,7 @@ from mkernel.ops.moe.routing import (
     FIRST_EXPERT,
     OK,
     STATUS,
+    block_of,
     count_rows,
     counted_last,
     ids_of,
@@ -301,14 +302,6 @@ def _first_row(comm, tables, expert, source, mask):
 
 
 @triton.jit
-def _block_of(comm, dispatch, tables, expert, row, mask):
-    """The number of the block that holds each row of these experts."""
-    block = tl.load(tables.first_blocks + expert, mask=mask, other=0)
-    base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mask, other=0)
-    return block + (row - base) // dispatch.TILE_M
-
-
-@triton.jit
 def _count_placed(counters, mask):
     """Count rows that are in place, each in the counter of its block."""
     tl.debug_barrier()
@@ -388,7 +381,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
             dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
             tables.recv_index + source * batch.max_tokens, far, token, end, K,
         )  # fmt: skip
-        block = _block_of(comm, dispatch, tables, expert, row, goes_here)
+        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
@@ -426,7 +419,7 @@ def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         expert = tl.load(tables.all_topk_ids + source_offset + t * K + slot, mask=goes_here, other=0)
         expert -= tl.load(tables.summary + FIRST_EXPERT)
-        block = _block_of(comm, dispatch, tables, expert, row, goes_here)
+        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
 
