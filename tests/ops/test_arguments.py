@@ -464,3 +464,16 @@ def test_plans_mention_no_work_of_ctas_that_do_not_exist():
         assert "(0 send, 0 intra)" in plan
     for plan in mk.spawn(on_rank, gpus_per_node=2, device="cpu")[0][:1]:
         assert "1 intra, which compute" in plan
+
+
+def test_tensors_on_other_devices():
+    """The error says how to move them."""
+
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError, match=r"b is on meta, but this rank's device is cpu: pass b\.to\(group"):
+            mk.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 4, device="meta"))
+        fp8, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        with pytest.raises(mk.ArgumentError, match=r"scale_b is on meta, .* pass scale_b\.to\(group\.device\)"):
+            mk.all_gather_scaled_matmul(fp8, fp8.t(), one, one.to("meta"))
+
+    mk.spawn(on_rank, gpus_per_node=1, device="cpu")
