@@ -108,7 +108,7 @@ def resolve(given: Any, current: Group | None) -> Group:
     unknown = ""
     if isinstance(given, str):
         unknown = (
-            f": this process has no group and no process group named {given!r} (any more). Groups: "
+            f": this process has no group named {given!r} (any more), and no process group. Groups: "
             f"{', '.join(group_names.known()) or 'none'}"
         )
     raise ArgumentError(f"group must be {ACCEPTED}; got {type(given).__name__}{unknown}")
