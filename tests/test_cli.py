@@ -1,6 +1,7 @@
 """The command line: what it prints, and its exit codes."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from support.forked_processes import Fork, run_python
 from support.patience import HANG
 from typer.testing import CliRunner
@@ -18,10 +20,11 @@ from typer.testing import CliRunner
 import mkernel
 import mkernel.bench
 import mkernel.doctor
-from mkernel import cli, demo, estimates, operators
+from mkernel import cli, demo, estimates, operators, tables
 from mkernel.bench.shapes import Wanted
 from mkernel.demo.case import Demo
 from mkernel.doctor import Diagnosis, Finding
+from mkernel.tracing.events import Share
 
 ROOT = Path(__file__).parent.parent
 
@@ -561,6 +564,22 @@ def test_a_missing_package_is_named(package):
     assert len(output.strip().splitlines()) == 1
 
 
+def test_the_table_of_the_demo_fits_into_a_terminal():
+    """With all operators and large numbers."""
+    shown = [
+        demo.Shown(
+            name, "does something", "some rows", checks=[demo.Check((3, 1, 1, 32, 64), 0.9, 0.45)],
+            nvlink=[[128 * 1024 + 512]], network=[[128 * 1024 + 512]], overlaps=[[Share(1.0)]],
+        )
+        for name in operators.registered("demo")
+    ]  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    tables.show(demo._table(shown, simulated=True), console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("128.5 KiB" in line for line in lines) == len(shown)
+
+
 @pytest.mark.usefixtures("small")
 def test_demo_on_gpus_shows_times(monkeypatch, tmp_path):
     """The table of the GPU's demo, with figures from nowhere: the real ones need a GPU."""
@@ -583,6 +602,29 @@ def test_demo_on_gpus_shows_times(monkeypatch, tmp_path):
     assert "all_gather_matmul 4096x2048 45% 0.250 ms 0.200 ms 0.80 ok" in text
     assert "times are emulated" in text
     assert data_of(tmp_path / "demo.html")["operators"][0]["milliseconds"] == {"fused": 0.25, "library": 0.2}
+
+
+# -- check
+
+
+def test_check_of_something_like_a_function():
+    result = run("check", "program:on_rank")
+    assert result.exit_code == 2
+    assert "'program:on_rank' is not a function of a file: write FILE.py:FUNCTION" in words(result)
+
+
+# -- compile
+
+
+def test_compile_refuses_what_a_gpu_would_refuse(capfd):
+    """In one line that names the GPU, and without a word of the simulator that prepares the call."""
+    result = run("compile", "moe_ffn", "--arch", "sm_80")
+    assert result.exit_code == 1
+    assert result.output == (
+        "mkernel: moe_ffn needs tensor descriptors (TMA), which a GPU of sm_80 does not have; it runs on Hopper "
+        "(compute capability 9.0) or newer\n"
+    )
+    assert "simulator" not in capfd.readouterr().err
 
 
 # -- doctor
@@ -658,7 +700,7 @@ def test_why_shows_the_chain(tmp_path):
     files[0].write_text("{half a li")
     result = run("why", *map(str, files))
     assert result.exit_code == 0
-    assert f"left out {files[0]}:1: this is no JSON" in result.output
+    assert f"left out {files[0]}:1: this is not JSON" in result.output
     assert "rank 1 -> rank 2" in result.output
     result = run("why", str(files[0]))
     assert result.exit_code == 1

@@ -239,7 +239,7 @@ def test_the_same_entry_may_come_again(toy):
         ("no_such_module:demo", "there is no module 'no_such_module'"),
         ("support.toy_operator:nothing", "module 'support.toy_operator' has no 'nothing'"),
         ("support.toy_operator", "write 'package.module:name'"),
-        (None, "toy_shift was registered without demo"),
+        (None, "toy_shift has no demo in its registry entry"),
     ],
 )
 def test_what_an_entry_does_not_have_is_said(toy, reference, words):
@@ -251,7 +251,7 @@ def test_what_an_entry_does_not_have_is_said(toy, reference, words):
         assert "toy_shift" not in operators.registered("demo")
         result = run("check", "toy_shift")
         assert result.exit_code == 2
-        assert "toy_shift was registered without demo" in re.sub(r"[\s│╭╮╰╯─]+", " ", result.output)
+        assert "toy_shift has no demo in its registry entry" in re.sub(r"[\s│╭╮╰╯─]+", " ", result.output)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

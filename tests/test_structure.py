@@ -61,10 +61,12 @@ def test_device_functions_have_short_argument_lists(file):
         if parameters(function) > most:
             found.append(f"{function.name} has {parameters(function)} parameters, {most} are allowed")
         for node in ast.walk(function):
-            named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
             # those in capitals are device functions that this one was given
-            if named and (node.func.id in names or node.func.id.isupper()) and len(node.args) > POSITIONAL:
-                found.append(f"line {node.lineno}: {node.func.id} gets {len(node.args)} positional arguments")
+            if (called in names or called.isupper()) and len(node.args) > POSITIONAL:
+                found.append(f"line {node.lineno}: {called} gets {len(node.args)} positional arguments")
     assert not found
 
 

@@ -159,7 +159,9 @@ def __getattr__(name: str) -> _Any:
         globals()[name] = value
         return value
     if name in _SUBMODULES:
-        _importlib.import_module("mkernel.api")  # so that what is in them is there, too, as mkernel.runtime.group
+        _importlib.import_module(
+            "mkernel.api"
+        )  # so that their modules are attributes, too, such as mkernel.runtime.group
         return _importlib.import_module(f"mkernel.{name}")
     raise AttributeError(f"module 'mkernel' has no attribute {name!r}")
 

@@ -11,8 +11,8 @@ from mkernel import operators
 from mkernel.environment import one_of_several_processes
 from mkernel.runtime import process_groups
 from mkernel.runtime.collective import collective
-from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import Group, GroupLike, set_current
+from mkernel.runtime.errors import ArgumentError, MKernelError
+from mkernel.runtime.group import Group, GroupLike, resolve, set_current
 from mkernel.runtime.planning import check_timeout
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def init(
     """
     if timeout is not None:
         check_timeout(timeout)
+    _refuse_init_under_spawn()
     distributed = torch.distributed.is_available()
     if distributed and not torch.distributed.is_initialized() and one_of_several_processes():
         torch.distributed.init_process_group("gloo")
@@ -71,6 +72,20 @@ def init(
     group = process_groups.make(process_group, transport=transport, timeout=timeout, gpus_per_node=gpus_per_node)
     set_current(group)
     return group
+
+
+def _refuse_init_under_spawn() -> None:
+    """A function that was written for torchrun would silently continue in a group of one rank."""
+    try:
+        here = resolve(None)
+    except MKernelError:  # there is no group yet
+        return
+    if len(here.world.devices) > 1:
+        raise MKernelError(
+            f"mk.init() makes the group of a process, but this is rank {here.rank} of {here.size} under mk.spawn, all "
+            f"of whose ranks are in one process: use the group that mk.spawn passes to the function. It is the current "
+            f"group already"
+        )
 
 
 @collective
@@ -94,8 +109,8 @@ def empty(
 def explain(op: str, *args: Any, **kwargs: Any) -> Any:
     """The plan of a call `mk.<op>(*args, **kwargs)`, with reasons; print it to read it.
 
-    Nothing is launched. This is not collective, unless `group` is a process group that has not been used before.
-    Tensors may require gradients.
+    Nothing is launched. `op` is the operator's name, such as "all_gather_matmul". This is not collective, unless
+    `group` is a process group that has not been used before. Tensors may require gradients.
     """
     with torch.no_grad():  # whether there is a backward pass is the call's business
         return operators.find(op).load("explain")(*args, **kwargs)

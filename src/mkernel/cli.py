@@ -334,7 +334,7 @@ def why(
         typer.echo("mkernel: these files contain no records of waits", err=True)
         raise typer.Exit(1)
     ranks = sorted({record.rank for record in contents.records} | {failure.rank for failure in contents.failures})
-    typer.echo(f"{len(contents.records)} waits of {len(ranks)} ranks were given up: {', '.join(map(str, ranks))}\n")
+    typer.echo(f"waits that were given up: {len(contents.records)}; ranks: {', '.join(map(str, ranks))}\n")
     for chain in found:
         typer.echo(f"{chain}\n")
     if any(chain.culprit[0] == "rank" and not chain.cycle for chain in found):
@@ -452,7 +452,9 @@ def check(
 
     The exit code is 1 if one of them fails; its name, and the command that runs it alone, are printed.
     """
-    if not what.rpartition(":")[0].endswith(".py") and not what.endswith(".py"):
+    if ":" in what and not what.rpartition(":")[0].endswith(".py"):
+        raise typer.BadParameter(f"{what!r} is not a function of a file: write FILE.py:FUNCTION", param_hint="OP")
+    if ":" not in what and not what.endswith(".py"):
         check_operator(what)
     from mkernel import checking
     from mkernel.sim.choices import ONE_CTA

@@ -163,14 +163,21 @@ def launched(
     # nothing is launched, so the race detector is not needed; it would take half as much memory again
     simulator = {"ctas": MULTIPROCESSORS.get(capability, 132), "races": False} | options
 
-    def on_rank(group: Group) -> Any:
+    def on_rank(group: Group) -> tuple[Any, MKernelError | None]:
         group.device = group.target = PretendedGpu(capability)  # type: ignore[assignment]
         group.world.links = links or Links()
-        return prepare(group)
+        try:
+            return prepare(group), None
+        except MKernelError as refusal:  # of the call: no schedule of the simulator, whose seed would be printed
+            return None, refusal
 
     with pretending(capability):
         nodes, ranks = cluster
-        return spawn(on_rank, nodes=nodes, gpus_per_node=ranks, device="cpu", sim=Options(**simulator))[0]
+        results = spawn(on_rank, nodes=nodes, gpus_per_node=ranks, device="cpu", sim=Options(**simulator))
+    for _, refusal in results:
+        if refusal is not None:
+            raise refusal
+    return results[0][0]
 
 
 def compile_launch(launch: Launch, capability: int = 90) -> Compiled:

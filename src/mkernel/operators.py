@@ -125,8 +125,8 @@ class Operator:
         if named is None:
             others = ", ".join(registered(part)) or "no operator"
             raise ArgumentError(
-                f"{self.name} was registered without {part}, which this needs. Operators with it: {others}. Give an "
-                f"operator of your own one by Operator(..., {part}='module:name')"
+                f"{self.name} has no {part} in its registry entry; operators that have one: {others}. Add one to an "
+                f"operator of your own with Operator(..., {part}='module:name')"
             )
         try:
             return resolve(named)
@@ -200,7 +200,8 @@ def find(name: str, *parts: str) -> Operator:
         if name in registered():
             missing = next(part for part in parts if getattr(registered()[name], part) is None)
             registered()[name].load(missing)  # raises
-        raise ArgumentError(f"there is no operator {name!r}; there are: {', '.join(known)}")
+        what = f"operator {name!r}" if isinstance(name, str) else f"{type(name).__name__} among the names of operators"
+        raise ArgumentError(f"there is no {what}; there are: {', '.join(known)}")
     return known[name]
 
 

@@ -1,6 +1,6 @@
-"""TorchTitan's token dispatcher with mkernel's operators in it. On simulated ranks, around experts as TorchTitan has them,
-beside one rank with all experts; there, TorchTitan is a stand-in with the same interface. And in processes on CPUs, in
-a layer of TorchTitan's DeepSeek-V3, where TorchTitan is installed."""
+"""TorchTitan's token dispatcher with mkernel's operators in it. On simulated ranks, around experts as TorchTitan has
+them, beside one rank with all experts; there, TorchTitan is a stand-in with the same interface. And in processes on
+CPUs, in a layer of TorchTitan's DeepSeek-V3, where TorchTitan is installed."""
 
 import importlib
 import importlib.util

@@ -145,19 +145,19 @@ def test_gradients_do_not_matter_under_no_grad():
 
 REFUSED_CONFIGS = {
     "tile_m is no power of two": (mk.Config(tile_m=24), ["config.tile_m", "power of two", "24"]),
-    "tile_n is too small": (mk.Config(tile_n=8), ["config.tile_n", "at least 16", "8"]),
-    "tile_k is 0": (mk.Config(tile_k=0), ["config.tile_k", "at least 16", "0"]),
+    "tile_n is too small": (mk.Config(tile_n=8), ["config.tile_n", "from 16 to", "8"]),
+    "tile_k is 0": (mk.Config(tile_k=0), ["config.tile_k", "from 16 to", "0"]),
     "tile_k is negative": (mk.Config(tile_k=-16), ["config.tile_k", "whole number", "-16"]),
     "copy_bytes is no power of two": (mk.Config(copy_bytes=100), ["config.copy_bytes", "power of two", "100"]),
-    "copy_bytes is too small": (mk.Config(copy_bytes=32), ["config.copy_bytes", "at least 64", "32"]),
-    "group_m is 0": (mk.Config(group_m=0), ["config.group_m", "at least 1", "0"]),
-    "stages is 0": (mk.Config(stages=0), ["config.stages", "at least 1"]),
-    "warps is 0": (mk.Config(warps=0), ["config.warps", "at least 1"]),
+    "copy_bytes is too small": (mk.Config(copy_bytes=32), ["config.copy_bytes", "from 64 to", "32"]),
+    "group_m is 0": (mk.Config(group_m=0), ["config.group_m", "from 1 to", "0"]),
+    "stages is 0": (mk.Config(stages=0), ["config.stages", "from 1 to"]),
+    "warps is 0": (mk.Config(warps=0), ["config.warps", "from 1 to"]),
     "chunk_rows is 0": (mk.Config(chunk_rows=0), ["config.chunk_rows"]),
     "chunk_rows is no whole number": (mk.Config(chunk_rows=2.5), ["config.chunk_rows", "whole number", "2.5"]),
     "tile_m is a word": (mk.Config(tile_m="large"), ["config.tile_m", "whole number", "'large'"]),
     "tile_m is a fraction": (mk.Config(tile_m=16.0), ["config.tile_m", "whole number", "16.0"]),
-    "tile_n is 0": (mk.Config(tile_n=0), ["config.tile_n", "at least 16"]),
+    "tile_n is 0": (mk.Config(tile_n=0), ["config.tile_n", "from 16 to"]),
     "ctas is negative": (mk.Config(ctas=-1), ["config.ctas", "-1"]),
     "join_tiles is negative": (mk.Config(join_tiles=-1), ["config.join_tiles", "whole number", "-1"]),
     "no intra": (mk.Config(intra_ctas=0), ["config.intra_ctas", "at least 1"]),
@@ -217,7 +217,7 @@ def test_ranks_must_agree(name):
         odd = int(group.rank == 1)
         return (a[odd], b[odd]), {"config": configs[odd]}
 
-    refused(make, "all ranks of the group must call it alike", "rank 1 has", *words, cluster=(1, 3))
+    refused(make, "all ranks of the group must pass the same values", "rank 1 has", *words, cluster=(1, 3))
 
 
 def test_a_rank_with_an_empty_input_alone():

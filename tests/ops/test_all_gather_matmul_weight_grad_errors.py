@@ -70,11 +70,11 @@ REFUSED = {
         {"config": mk.Config(tile_k=16, chunk_rows=24)},
         ["config.chunk_rows is 24", "multiple of tile_k, 16"],
     ),
-    "no pass": ((zeros(4, 5), zeros(8, 3)), {"config": mk.Config(passes=0)}, ["config.passes", "at least 1", "got 0"]),
+    "no pass": ((zeros(4, 5), zeros(8, 3)), {"config": mk.Config(passes=0)}, ["config.passes", "from 1 to", "got 0"]),
     "no held tile": (
         (zeros(4, 5), zeros(8, 3)),
         {"config": mk.Config(held_tiles=0)},
-        ["config.held_tiles", "at least 1", "got 0"],
+        ["config.held_tiles", "from 1 to", "got 0"],
     ),
     "nobody copies": ((zeros(4, 5), zeros(8, 3)), {"config": mk.Config(intra_ctas=0)}, ["config.intra_ctas", "1"]),
     "nobody computes": ((zeros(4, 5), zeros(8, 3)), {"config": mk.Config(ctas=1)}, ["config.ctas is 1", "at least 3"]),
@@ -122,7 +122,7 @@ def test_an_out_that_overlaps(name):
     ],
 )
 def test_ranks_that_call_differently(differs, words):
-    refused(lambda group: (differs(group.rank), {}), "call it alike", *words)
+    refused(lambda group: (differs(group.rank), {}), "pass the same values", *words)
 
 
 def test_ranks_with_other_chunks():
@@ -130,7 +130,7 @@ def test_ranks_with_other_chunks():
         config = mk.Config(tile_k=16, chunk_rows=16 * (1 + group.rank))
         return (zeros(40, 5), zeros(80, 3)), {"config": config}
 
-    refused(make, "call it alike", "chunk_rows=16", "chunk_rows=32")
+    refused(make, "pass the same values", "chunk_rows=16", "chunk_rows=32")
 
 
 # -- plans

@@ -295,17 +295,17 @@ def test_a_residual_that_is_out_in_another_order():
 # -- configurations
 
 ABSURD = {
-    "tile_m": (2**20, "at most 4096"),
-    "tile_n": (2**20, "at most 4096"),
-    "tile_k": (2**20, "at most 4096"),
-    "copy_bytes": (2**30, "at most 262144"),
-    "stages": (10**9, "at most 227"),
-    "warps": (64, "at most 32"),
-    "chunk_rows": (2**63, "at most 1073741824"),
-    "group_m": (2**31 - 1, "at most 1024"),
-    "passes": (2**31, "at most 64"),
-    "held_tiles": (2**31, "at most 1024"),
-    "team_ctas": (32, "at most 16"),
+    "tile_m": (2**20, "to 4096; got"),
+    "tile_n": (2**20, "to 4096; got"),
+    "tile_k": (2**20, "to 4096; got"),
+    "copy_bytes": (2**30, "to 262144; got"),
+    "stages": (10**9, "to 227; got"),
+    "warps": (64, "to 32; got"),
+    "chunk_rows": (2**63, "to 1073741824; got"),
+    "group_m": (2**31 - 1, "to 1024; got"),
+    "passes": (2**31, "to 64; got"),
+    "held_tiles": (2**31, "to 1024; got"),
+    "team_ctas": (32, "to 16; got"),
 }
 
 
@@ -318,7 +318,7 @@ def test_absurd_configurations(op, field):
 
 @pytest.mark.parametrize(("field", "most", "value"), [("warps", 32, 12), ("team_ctas", 16, 3), ("team_ctas", 16, 0)])
 def test_powers_of_two(field, most, value):
-    words = [f"config.{field} must be a power of two and at least 1 and at most {most}; got {value}"]
+    words = [f"config.{field} must be a power of two from 1 to {most}; got {value}"]
     refused("all_gather_matmul", inputs_of("all_gather_matmul"), words, config=mk.Config(**{field: value}))
 
 
@@ -420,3 +420,60 @@ def test_one_chunk_is_more_than_there_is(cluster):
         torch.testing.assert_close(mk.ring_attention(**inputs, config=config), mk.ring_attention(**inputs))
 
     run(work, cluster=cluster)
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None])
+def test_switches_are_bools(wrong):
+    """Of strings and numbers, most would be true."""
+
+    def on_rank(group):
+        a, b, query = torch.ones(2, 16), torch.ones(16, 4), torch.ones(1, 1, 4, 64)
+        fp8 = torch.ones(16, 16).to(torch.float8_e4m3fn)
+        one = torch.ones(())
+        calls = {
+            "return_gathered": lambda: mk.all_gather_matmul(a, b, return_gathered=wrong),
+            "return_lse": lambda: mk.ring_attention(query, query, query, return_lse=wrong),
+            "fixed_order": lambda: mk.matmul_all_reduce(a, b, fixed_order=wrong),
+            "use_fast_accum": lambda: mk.all_gather_scaled_matmul(fp8, fp8.t(), one, one, use_fast_accum=wrong),
+        }
+        for name, call in calls.items():
+            with pytest.raises(mk.ArgumentError, match=f"{name} must be True or False, got {wrong!r}"):
+                call()
+        with pytest.raises(mk.ArgumentError, match="return_gathered must be True or False"):
+            mk.all_gather_scaled_matmul(fp8, fp8.t(), one, one, return_gathered=wrong)
+
+    mk.spawn(on_rank, gpus_per_node=1, device="cpu")
+
+
+def test_explain_takes_names():
+    with pytest.raises(mk.ArgumentError, match="there is no function among the names of operators; there are: all"):
+        mk.explain(mk.all_gather_matmul, torch.ones(2, 16), torch.ones(16, 4))
+
+
+def test_plans_mention_no_work_of_ctas_that_do_not_exist():
+    """One rank copies nothing."""
+
+    def on_rank(group):
+        a, gathered = torch.ones(32, 32), torch.ones(32 * group.size, 32)
+        return [
+            str(mk.explain("all_gather_matmul", a, a)),
+            str(mk.explain("all_gather_matmul_weight_grad", a, gathered)),
+        ]
+
+    for plan in mk.spawn(on_rank, gpus_per_node=1, device="cpu")[0]:
+        assert "(0 send, 0 intra)" in plan
+    for plan in mk.spawn(on_rank, gpus_per_node=2, device="cpu")[0][:1]:
+        assert "1 intra, which compute" in plan
+
+
+def test_tensors_on_other_devices():
+    """The error says how to move them."""
+
+    def on_rank(group):
+        with pytest.raises(mk.ArgumentError, match=r"b is on meta, but this rank's device is cpu: pass b\.to\(group"):
+            mk.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 4, device="meta"))
+        fp8, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+        with pytest.raises(mk.ArgumentError, match=r"scale_b is on meta, .* pass scale_b\.to\(group\.device\)"):
+            mk.all_gather_scaled_matmul(fp8, fp8.t(), one, one.to("meta"))
+
+    mk.spawn(on_rank, gpus_per_node=1, device="cpu")

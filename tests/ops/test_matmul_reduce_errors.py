@@ -115,9 +115,9 @@ def test_rows_that_can_not_be_shared():
 
 REFUSED_CONFIGS = {
     "tile_m is no power of two": (mk.Config(tile_m=24), ["config.tile_m", "power of two", "24"]),
-    "tile_n is too small": (mk.Config(tile_n=8), ["config.tile_n", "at least 16"]),
-    "group_m is 0": (mk.Config(group_m=0), ["config.group_m", "at least 1"]),
-    "stages is 0": (mk.Config(stages=0), ["config.stages", "at least 1"]),
+    "tile_n is too small": (mk.Config(tile_n=8), ["config.tile_n", "from 16 to"]),
+    "group_m is 0": (mk.Config(group_m=0), ["config.group_m", "from 1 to"]),
+    "stages is 0": (mk.Config(stages=0), ["config.stages", "from 1 to"]),
     "ctas is 0": (mk.Config(ctas=0), ["config.ctas is 0", "at least 1"]),
     "too many CTAs": (mk.Config(ctas=7), ["config.ctas is 7", "only 6 CTAs", "resident"]),
     "send_ctas": (mk.Config(send_ctas=1), ["config.send_ctas does not apply to", "all its CTAs compute"]),
@@ -151,7 +151,7 @@ def test_ranks_must_agree(name):
     refused(
         name,
         [
-            (lambda group, make=make: make(group.rank == 1), ["all ranks of the group must call it alike", word])
+            (lambda group, make=make: make(group.rank == 1), ["all ranks of the group must pass the same values", word])
             for word, make in differing.items()
         ],
         cluster=(1, 3),

@@ -14,7 +14,7 @@ from support.scenarios import Routes
 
 import mkernel as mk
 from mkernel.ops.moe import dispatch as moe_dispatch
-from mkernel.ops.moe.dispatch import _fetch
+from mkernel.ops.moe.dispatch import _wait_origin
 
 CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2), pytest.param((3, 2), marks=pytest.mark.thorough)]
 
@@ -147,13 +147,13 @@ def test_the_plan():
 
 @triton.jit
 def fetch_at_once(comm, dispatch, batch, rank, holder, source, chunk, wanted):
-    return _fetch(comm, dispatch, batch, rank, holder, source, chunk, wanted * 0)
+    return _wait_origin(comm, dispatch, batch, rank, holder, source, chunk, wanted * 0)
 
 
 NODE, NETWORK = (Routes(cluster, "moe_dispatch", calls=2) for cluster in ((1, 2), (2, 1)))
 BROKEN = {
-    "tokens are fetched before they are there": Broken(NODE, {moe_dispatch._fetch: fetch_at_once}),
-    "tokens are fetched before the network brought them": Broken(NETWORK, {moe_dispatch._fetch: fetch_at_once}),
+    "tokens are fetched before they are there": Broken(NODE, {moe_dispatch._wait_origin: fetch_at_once}),
+    "tokens are fetched before the network brought them": Broken(NETWORK, {moe_dispatch._wait_origin: fetch_at_once}),
 }
 
 

@@ -148,7 +148,7 @@ def test_combine_refuses_also_where_gradients_are_needed():
 def test_ranks_must_call_alike():
     def work(group):
         x = torch.ones(4, 16 + group.rank)
-        with pytest.raises(mk.ArgumentError, match="must call it alike"):
+        with pytest.raises(mk.ArgumentError, match="must pass the same values"):
             mk.moe_dispatch_matmul(x, torch.zeros(4, 2, dtype=torch.int64), torch.ones(1, 16 + group.rank, 8))
 
     run(work, cluster=(1, 2))
@@ -162,7 +162,9 @@ def test_ranks_must_call_alike_also_later(known):
     def work(group):
         mk.moe_dispatch_matmul(torch.ones(4, 16), ids, w)
         k = 2 if group.rank == known else 1
-        with pytest.raises(mk.ArgumentError, match=r"must call it alike.*k=2.*k=1|must call it alike.*k=1.*k=2"):
+        with pytest.raises(
+            mk.ArgumentError, match=r"must pass the same values.*k=2.*k=1|must pass the same values.*k=1.*k=2"
+        ):
             mk.moe_dispatch_matmul(torch.ones(4, 16), ids[:, :k], w)
         mk.moe_dispatch_matmul(torch.ones(4, 16), ids, w)  # the group can be used again
 

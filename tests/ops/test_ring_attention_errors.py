@@ -120,7 +120,7 @@ def test_too_few_steps():
 )
 def test_ranks_must_agree(differ):
     def work(group):
-        with pytest.raises(mk.ArgumentError, match="must call it alike"):
+        with pytest.raises(mk.ArgumentError, match="must pass the same values"):
             mk.ring_attention(*SAME, **differ(group.rank))
         call(group, Case(5))
 

@@ -166,7 +166,7 @@ def test_ranks_that_capture_and_ranks_that_call(capturing):
         group.barrier()
         if group.rank == 1:
             capturing.add(1)
-        with pytest.raises(mk.ArgumentError, match=r"call it alike.*captured=True"):
+        with pytest.raises(mk.ArgumentError, match=r"pass the same values.*captured=True"):
             mk.all_gather_matmul(*operands())
         capturing.discard(1)
         return mk.all_gather_matmul(*operands())

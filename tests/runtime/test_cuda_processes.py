@@ -40,10 +40,11 @@ def test_every_rank_knows_every_share():
 
 def group_of(world, nodes=1, multicast=False):
     """What a plan, or the world, asks of a group of all ranks."""
-    size = world.size
+    size, device = world.size, world.devices[0]
     return SimpleNamespace(
-        world=world, members=tuple(range(size)), size=size, nodes=nodes, device=world.devices[0], multicast=multicast
-    )
+        world=world, members=tuple(range(size)), size=size, nodes=nodes, device=device, target=device,
+        multicast=multicast,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_mixture_of_experts_needs_hopper(pretend):
     pretend("NVIDIA A100", (8, 0))
 
     class Group:
-        device = DEVICE
+        device = target = DEVICE
 
     with pytest.raises(mk.ArgumentError, match=r"moe_ffn .* NVIDIA A100 \(cuda:0, compute capability 8\.0\) .* Hopper"):
         check_tokens("moe_ffn", Group(), torch.zeros(1, 16), torch.zeros(1, 1, dtype=torch.int64))

@@ -103,7 +103,7 @@ def test_workspaces_of_the_same_size_are_not_mixed_up(sizes):
     """Of two operators, or cut in another way: ranks would not know that they have different ones."""
 
     def on_rank(group):
-        with pytest.raises(mk.ArgumentError, match=r"make the same calls|call it alike"):
+        with pytest.raises(mk.ArgumentError, match=r"make the same calls|pass the same values"):
             group.workspace(*sizes[group.rank])
         for size in sizes:
             group.workspace(*size)

@@ -63,9 +63,9 @@ def changed(**values):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (changed()[:60], "no JSON"),
-        ("[" * 100000, "no JSON"),
-        ("\x00\x01 garbage", "no JSON"),
+        (changed()[:60], "not JSON"),
+        ("[" * 100000, "not JSON"),
+        ("\x00\x01 garbage", "not JSON"),
         ("3", "not a record of mkernel"),
         ('{"rank": 1}', "not a record of mkernel"),
         ('{"mkernel": "other"}', "not a record of mkernel"),

@@ -227,6 +227,67 @@ def without(packages: list[str], source: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(fn=3), "fn must be a function of a group.*got 3"),
+        (dict(seed="7"), "seed must be an integer, got '7'"),
+        (dict(links=450.0), r"links must be a mk\.Links, got float"),
+        (dict(sim=dict(resident=1)), r"sim must be a mkernel\.sim\.scheduler\.Options, got dict"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_of_spawn(wrong, message, device):
+    if "sim" in wrong and device == "auto":
+        device = "cpu"  # GPUs do not look at it
+    with pytest.raises(mk.ArgumentError, match=message):
+        mk.spawn(**(dict(fn=print, device=device) | wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(nvlink=0.0), "nvlink must be more than 0 GB/s"),
+        (dict(network=-50.0), "network must be more than 0 GB/s"),
+        (dict(network_latency=-1e-6), "network_latency must be 0 seconds or more"),
+    ],
+    ids=str,
+)
+def test_wrong_rates(wrong, message):
+    with pytest.raises(mk.ArgumentError, match=message):
+        mk.Links(**wrong)
+
+
+def test_init_under_spawn():
+    """A function written for torchrun does not continue in a group of one rank."""
+
+    def on_rank(group):
+        with pytest.raises(mk.MKernelError, match=f"this is rank {group.rank} of 2 under mk.spawn"):
+            mk.init()
+        return mk.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 4)).shape
+
+    assert mk.spawn(on_rank, device="cpu") == [(4, 4)] * 2
+
+
+def test_a_group_of_another_rank():
+    """Ranks of one process can get hold of each other's groups."""
+    groups = {}
+
+    def on_rank(group):
+        groups[group.rank] = group
+        part = group.split(group.rank)
+        groups["part", group.rank] = part
+        group.barrier()
+        other = 1 - group.rank
+        for wrong in (groups[other], groups["part", other]):
+            with pytest.raises(mk.ArgumentError, match=f"Group of rank {other}, but this is rank {group.rank}"):
+                mk.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 4), group=wrong)
+        return len(mk.all_gather_matmul(torch.ones(2, 16), torch.ones(16, 4), group=part))
+
+    assert mk.spawn(on_rank, device="cpu") == [2, 2]
+
+
 @pytest.mark.thorough
 def test_the_package_can_be_imported_with_torch_and_triton_alone():
     done = without(

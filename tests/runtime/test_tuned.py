@@ -473,7 +473,9 @@ def test_ranks_that_disagree_on_chunks_are_told():
 
     def on_rank(group):
         with_table(group, mixture("moe_ffn", TUNED))
-        with pytest.raises(mk.ArgumentError, match=r"all ranks .* must call it alike; .*chunk_rows=(tuned|default)"):
+        with pytest.raises(
+            mk.ArgumentError, match=r"all ranks .* must pass the same values; .*chunk_rows=(tuned|default)"
+        ):
             moe_reference.ffn(group, LAYER, config=mk.Config(group_m=2) if group.rank else None)
 
     operator_calls.run(on_rank, cluster=(1, 2))

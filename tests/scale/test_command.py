@@ -157,7 +157,7 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ((), "name an operator"),
-    (("moe_combine",), "was registered without model, which this needs. Operators with it: all_gather_matmul,"),
+    (("moe_combine",), "has no model in its registry entry; operators that have one: all_gather_matmul,"),
     (("all_gather_matmul", "5x5"), "is not a shape of all_gather_matmul"),
     (("all_gather_matmul", "--nodes", "0"), "must be numbers of nodes"),
     (("all_gather_matmul", "--machine", "abacus"), "there is no machine 'abacus'"),

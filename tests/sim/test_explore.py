@@ -402,7 +402,7 @@ def test_an_operator_repeats_itself_exactly(monkeypatch):
 
 def test_a_failure_says_how_to_see_it_again(capsys):
     failure, _ = failure_of(relies_on_the_order_of_ranks)
-    how = "1 x 2 ranks failed with sim=Options(schedule='slow:0'), and will again with it"
+    how = "1 x 2 ranks failed with sim=Options(schedule='slow:0'), which reproduces the failure"
     assert how in capsys.readouterr().err
     assert any(how in note for note in getattr(failure, "__notes__", [how]))  # since Python 3.11
 
@@ -432,9 +432,9 @@ def test_a_report_adds_up_what_the_race_detector_saw():
     assert report.waited == ["a.py:9 w", "b.py:8 w"]
     assert report.never_waited == ["d.py:7 w"]
     text = str(report)
-    assert "2 pairs of lines seen in both orders, 1 in one order only" in text
+    assert "2 seen in both orders, 1 in one order only" in text
     assert "d.py:4 k, then e.py:5 l (2 times)" in text
-    assert "waits: at 2 lines a CTA had to wait, at 1 never" in text
+    assert "lines at which a CTA waits: at 2 it had to, at 1 it never had to" in text
     assert "d.py:7 w (6 times)" in text
 
 

@@ -148,7 +148,7 @@ def test_a_failure_while_others_wait_in_a_backward_pass():
         with pytest.raises(ValueError, match="rank 1 has had enough") as failure:
             simulate(on_rank, gpus=3, seed=seed)
         if sys.version_info >= (3, 11):
-            assert f"seed={seed}, and will again" in "".join(failure.value.__notes__)
+            assert f"seed={seed}, which reproduces" in "".join(failure.value.__notes__)
         places = [frame.name for frame in traceback.extract_tb(failure.value.__traceback__)]
         assert places.index("on_rank") < places.index("backward")
     assert caught == [(1, "rank 1 has had enough")] * 10, "other ranks must end without an Exception they could catch"

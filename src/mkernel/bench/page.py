@@ -51,7 +51,7 @@ def page(figures: dict[str, Any]) -> str:
             "The floor is the longest of the library's arithmetic alone and each link alone; the floor fraction is "
             "floor / fused: 1 is perfect overlap at the library's speed. Host-driven: the same copies and library "
             "calls, one after the other, over the same links. NCCL and PyTorch's symmetric memory: a process for each "
-            "GPU, over the links that are there."
+            "GPU, over the physical links."
         )
     )
     for op in dict.fromkeys(result["op"] for result in results):

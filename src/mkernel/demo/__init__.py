@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mkernel import operators
+from mkernel import operators, tables
 from mkernel.estimates import Simulation
 from mkernel.runtime.group import Group
 from mkernel.runtime.spawn import spawn
@@ -127,7 +127,7 @@ def run(
         console.print(f"[bold]{one.name}[/bold]: {one.summary}.")
         console.print(f"  Each rank holds {one.inputs} (bf16).", style="dim")
     console.print()
-    console.print(_table(shown, simulated))
+    tables.show(_table(shown, simulated), console)
     if simulated:
         console.print(
             f"Each ran with the seeds {seed} to {seed + SCHEDULES - 1}, which determine the order of all concurrent "
@@ -284,7 +284,7 @@ def _severity(check: Check) -> float:
 
 
 def _table(shown: Sequence[Shown], simulated: bool) -> Table:
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE, padding=0)  # fits into 80 columns
     table.add_column("operator", no_wrap=True)
     table.add_column("result", no_wrap=True)
     columns = ("error", "NVLink", "network", "overlap") if simulated else ("error", "fused", "library", "ratio")

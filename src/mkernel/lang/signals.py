@@ -272,8 +272,8 @@ def _record(context, reason, awaited, seen, expected, nanoseconds):
 
 @triton.jit
 def _raise_abort(context):
-    # also by those that were told to leave: whoever told them may not have told all yet. What a CTA stores
-    # afterwards comes after the flags, hence the acquire.
+    # A CTA that found its own flag raised does this, too: the CTA that raised it may not have raised all others yet.
+    # What a CTA stores afterwards comes after the flags, hence the acquire.
     size = tl.load(context + SIZE_WORD).to(tl.int32)
     for rank in range(size):
         flag = tl.load(context + TABLE + size + rank)

@@ -191,7 +191,10 @@ def choose_ports(
     # an Ethernet port without an address has not been set up
     usable = [port for port in usable if port.gids or port.link_layer == "InfiniBand"]
     if not usable:
-        raise TransportError(f"there is no active {kind} device on this machine; RDMA devices: {known or 'none'}")
+        raise TransportError(
+            f"there is no active {kind} device on this machine; RDMA devices: {known or 'none'}. transport='tcp' needs "
+            f"none, and 'auto' chooses"
+        )
     best = max(usable, key=lambda port: (proximity(port, gpu), port.rate, port.link_layer == "InfiniBand"))
     alike = [
         port

@@ -30,14 +30,14 @@ def check_heads(num_heads: int, num_kv_heads: int, size: int) -> int:
 
 class SharedInput(nn.Module):
     """A block whose first layers have the same input: it is gathered once, and multiplied by all their weights in one
-    kernel. For that, the weights lie behind each other in memory. Where they do not, as with FSDP, the results are the
+    kernel. For that, the weights are adjacent in memory. Where they are not, as with FSDP, the results are the
     same, but only the first product overlaps with the transfers."""
 
     first_layers: tuple[str, ...] = ()
 
     @torch.no_grad()
     def _adjoin(self) -> None:
-        """Move the weights behind each other, unless they are."""
+        """Make the weights adjacent in memory, unless they are."""
         weights = [getattr(self, name).weight for name in self.first_layers]
         kinds = {(type(weight), weight.dtype, weight.device) for weight in weights}
         if len(kinds) > 1 or type(weights[0]) is not nn.Parameter or joined([w.t() for w in weights]) is not None:

@@ -191,7 +191,7 @@ def refuse_out_with_gradients(out: torch.Tensor | None, *tensors: torch.Tensor |
     """As PyTorch does: a result that is written to a given tensor has no gradient."""
     if out is not None and needs_gradients(out, *tensors):
         raise ArgumentError(
-            "out cannot be combined with tensors that require grad: leave out the argument out, or call it under "
+            "out cannot be combined with tensors that require grad: call the operator without out=, or under "
             "torch.no_grad()"
         )
 

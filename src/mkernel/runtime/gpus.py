@@ -15,7 +15,7 @@ SUPPORTED = "mkernel runs on NVIDIA GPUs of compute capability 8.0 (Ampere) or n
 
 @dataclass(frozen=True)
 class SimulatedGpu:
-    """What the simulator stands for if it plans calls as for a GPU: see `Options.capability` in sim/scheduler.py."""
+    """The GPU for which the simulator plans calls: see `Options.capability` in sim/scheduler.py."""
 
     capability: tuple[int, int]
     type: str = "cuda"
@@ -34,6 +34,8 @@ def name_of(device: Target) -> str:
     major, minor = capability(device)
     if isinstance(device, SimulatedGpu):
         return f"a simulated GPU (compute capability {major}.{minor})"
+    if not isinstance(device, torch.device):  # one that calls are only compiled for
+        return str(device)
     return f"{torch.cuda.get_device_name(device)} ({device}, compute capability {major}.{minor})"
 
 

@@ -17,7 +17,7 @@ from mkernel.lang import requests
 from mkernel.runtime import group_names, records, tuned
 from mkernel.runtime.errors import ArgumentError, CommTimeout, MKernelError, RankLost, TransportError
 from mkernel.runtime.gpus import Target
-from mkernel.runtime.heap import ALIGNMENT, Heap, Segment
+from mkernel.runtime.heap import ALIGNMENT, Heap, Segment, aligned
 from mkernel.runtime.prepared import PreparedCalls
 from mkernel.runtime.printable import printable
 from mkernel.runtime.topology import Topology
@@ -53,7 +53,7 @@ class Workspace:
     @property
     def data_start(self) -> int:
         """The offset of the first half, in bytes."""
-        return -(-self.signal_words * 8 // ALIGNMENT) * ALIGNMENT
+        return aligned(self.signal_words * 8)
 
     @property
     def data(self) -> torch.Tensor:
@@ -113,8 +113,8 @@ class Group:
         self.abort_flag: torch.Tensor | None = None  # a word in this rank's memory that ends all waits of its kernels
         self._exchanges = 0
         self._call: Any = None  # the call that the ranks have agreed on for the next launch
-        self._in_call = False  # a collective function of this rank is running
         self._confirmed = False  # all ranks have confirmed it
+        self._in_call = False  # a collective function of this rank is running
         self._different_calls: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
@@ -372,7 +372,7 @@ class Group:
         for rank, theirs in enumerate(called):
             if theirs != mine:
                 same = not isinstance(mine, str) and not isinstance(theirs, str) and mine[0] == theirs[0]
-                rule = "call it alike" if same else "make the same calls in the same order"
+                rule = "pass the same values" if same else "make the same calls in the same order"
                 problem = ArgumentError(
                     f"all ranks of the group must {rule}; rank {self.rank} has {_format_call(mine)}, rank {rank} has "
                     f"{_format_call(theirs)}. Nothing was launched, and the group can be used again."
@@ -469,7 +469,7 @@ class Group:
         if have is not None:
             signal_words = max(signal_words, have.signal_words)
             half_bytes = max(half_bytes, have.half_bytes)
-        half_bytes = -(-half_bytes // ALIGNMENT) * ALIGNMENT
+        half_bytes = aligned(half_bytes)
         replaces = have.segment if have is not None and have not in self._captured else None
         workspace = self._workspaces[key] = self._make_workspace(op, signal_words, half_bytes, replaces)
         self.keep_if_captured(workspace)
@@ -490,8 +490,8 @@ class Group:
         # Ranks that make different calls may happen to ask for the same number of bytes.
         values = self._call[1] if self._call is not None else ()
         cut = (f"workspace of {op}", (*values, ("signal_words", signal_words), ("half_bytes", half_bytes)))
-        nbytes = -(-signal_words * 8 // ALIGNMENT) * ALIGNMENT + 2 * half_bytes
-        start = nbytes - 2 * half_bytes
+        start = aligned(signal_words * 8)
+        nbytes = start + 2 * half_bytes
         parts = [Part(f"the signals of {op}", 0, signal_words * 8, "signals")]
         for parity, begin in enumerate((start, start + half_bytes)):
             parts.append(Part(f"half {parity} of the workspace of {op}", begin, begin + half_bytes, "buffer"))
@@ -525,9 +525,7 @@ class Group:
         self._call = self._call or (launch.op, ())
         if self.capturing:
             if self.fresh and self.nodes > 1:  # the network must not be needed while something is loaded
-                raise ArgumentError(
-                    f"{launch.op}: with several nodes, make a call of this shape before you capture one"
-                )
+                raise ArgumentError(f"{launch.op}: with several nodes, make a call of this shape before capturing one")
             # a rank that captures would keep one that does not waiting until the graph is replayed
             self._call = (self._call[0], (*self._call[1], ("captured", True)))
         launch.call = self._call
@@ -549,7 +547,7 @@ class Group:
     def _check_usable(self) -> None:
         if self._closed:
             self._check_process()
-            raise MKernelError("this group was closed")
+            raise MKernelError("this group was closed: make another one with mk.init(), or split or subset of a group")
         self.check()
 
 
@@ -588,9 +586,11 @@ def current(group: GroupLike | None = None) -> Group:
 def resolve(group: GroupLike | None) -> Group:
     """The Group that the argument of an operator stands for. Collective over the ranks of a process group that is used
     for the first time."""
-    if isinstance(group, Group):
-        return group
     present = _current.get()
+    if isinstance(group, Group):
+        if present is not None and group is not present:
+            group_names.check_rank(group, present)
+        return group
     if group is not None:
         from mkernel.runtime import process_groups  # it makes groups, so it imports this module
 

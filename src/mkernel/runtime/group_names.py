@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mkernel.runtime.errors import MKernelError
+from mkernel.runtime.errors import ArgumentError, MKernelError
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
@@ -41,6 +41,17 @@ def name_of(group: Group, parent: Group | None, count: int) -> str:
         return f"{group.world.label}:{shape}"
     members = ".".join(str(parent.members.index(member)) for member in group.members)
     return f"{parent.group_name}/{members}#{count}:{shape}"
+
+
+def check_rank(group: Group, current: Group) -> None:
+    """Refuse a group of another rank of this process, which a function under `mk.spawn` may have from a closure or a
+    list. `current`: the current group of the caller."""
+    if group.world is current.world and group.world_rank != current.world_rank:
+        raise ArgumentError(
+            f"group is the mk.Group of rank {group.world_rank}, but this is rank {current.world_rank}: under mk.spawn, "
+            f"each rank has its own. Pass the one that the function was given on this rank, or one that this rank made "
+            f"of it with split or subset"
+        )
 
 
 def add(group: Group) -> None:
@@ -85,7 +96,7 @@ def size_of(name: str) -> int:
             return dist.distributed_c10d._get_group_size_by_name(name)  # type: ignore[arg-type]
         except (RuntimeError, ValueError):
             pass
-    raise MKernelError(f"there is no group named {name!r} in this process")
+    raise MKernelError(f"this process has no group named {name!r}")
 
 
 def known() -> list[str]:

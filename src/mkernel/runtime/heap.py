@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 ALIGNMENT = 1024
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(eq=False)
 class Segment:
     """One allocation, which every rank of the group has."""
@@ -74,7 +79,7 @@ class Heap:
         self._dropped |= dropped
         self._free(set.intersection(*(set(theirs) for _, theirs in requested)))
         world = group.world
-        memory = world.memory.allocate(group.world_rank, -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT)
+        memory = world.memory.allocate(group.world_rank, aligned(max(nbytes, 1)))
         world.memory.describe(group, number, memory, parts)
         addresses = world.memory.map(group, memory)
         segment = Segment(number, memory, addresses, world.memory.map_multicast(group, memory, addresses))
@@ -83,10 +88,6 @@ class Heap:
         world.network.register(group, number, memory)
         group.barrier()
         return segment
-
-    def drop(self, segment: Segment) -> None:
-        """This rank will not use the segment any more."""
-        self._dropped.add(segment.number)
 
     def holds(self, segment: Segment) -> bool:
         """Is the segment still allocated?"""

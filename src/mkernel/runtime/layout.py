@@ -21,7 +21,7 @@ import torch
 
 from mkernel.lang.layout import Buffer, Slots, Words
 from mkernel.runtime.group import Group, Uses, Workspace
-from mkernel.runtime.heap import ALIGNMENT
+from mkernel.runtime.heap import aligned
 from mkernel.runtime.operands import DTYPES, constants
 from mkernel.runtime.world import Array
 
@@ -89,7 +89,7 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """The size of the smallest workspace for this call."""
-        return -(-self._signal_words * WORD // ALIGNMENT) * ALIGNMENT + 2 * self._half_bytes
+        return aligned(self._signal_words * WORD) + 2 * self._half_bytes
 
     @property
     def _signal_words(self) -> int:
@@ -181,4 +181,4 @@ def _end(places: dict[str, _Place]) -> int:
 def _end_bytes(places: dict[str, _Place]) -> int:
     """The end of the last of these, in bytes, rounded up to the alignment."""
     end = max((place.start + place.size * place.item for place in places.values()), default=0)
-    return -(-end // ALIGNMENT) * ALIGNMENT
+    return aligned(end)

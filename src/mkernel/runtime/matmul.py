@@ -12,7 +12,16 @@ from mkernel.lang.matrix import Strides
 from mkernel.lang.scaling import Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import DTYPES, check_plain, constants, describable, descriptor, overlap, overlaps_itself
+from mkernel.runtime.operands import (
+    DTYPES,
+    check_device,
+    check_plain,
+    constants,
+    describable,
+    descriptor,
+    overlap,
+    overlaps_itself,
+)
 from mkernel.runtime.scaling import FP8, with_scales
 
 
@@ -23,8 +32,7 @@ def check_tensor(op: str, group: Group, name: str, tensor: Any, dimensions: int 
     if tensor.dim() != dimensions:
         plural = "s" if dimensions > 1 else ""
         raise ArgumentError(f"{name} must have {dimensions} dimension{plural}, got shape {tuple(tensor.shape)}")
-    if tensor.device != group.device:
-        raise ArgumentError(f"{name} is on {tensor.device}, but this rank's device is {group.device}")
+    check_device(name, tensor, group.device)
     check_plain(name, tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         raise ArgumentError(

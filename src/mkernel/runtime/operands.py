@@ -18,6 +18,14 @@ DTYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl
 BYTES = 16  # alignment of a descriptor's base and strides
 
 
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is not on the device of this rank."""
+    if tensor.device != device:
+        raise ArgumentError(
+            f"{name} is on {tensor.device}, but this rank's device is {device}: pass {name}.to(group.device)"
+        )
+
+
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor without memory of its own, or whose memory holds other values than it shows."""
     refuse_dual(name, tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -147,6 +147,15 @@ def count_of_ctas(count: int) -> str:
     return f"{count} CTA" if count == 1 else f"{count} CTAs"
 
 
+def roles_of(config: Settings) -> str:
+    """How many CTAs copy, and what they do afterwards, for the head of a plan."""
+    roles = f"{config.send_ctas} send, {config.intra_ctas} intra"
+    if not config.join_tiles or not config.send_ctas + config.intra_ctas:
+        return roles
+    tiles = "1 tile" if config.join_tiles == 1 else f"{config.join_tiles} tiles"
+    return f"{roles}, which compute {tiles} each when they are done"
+
+
 def common_ctas(group: Group) -> int:
     """How many CTAs every rank of the group can have: the same number on all ranks."""
     return min(group.world.launcher.ctas(member) for member in group.members)
@@ -245,6 +254,12 @@ def check_timeout(timeout: float) -> None:
         raise ArgumentError(f"timeout must be finite and more than 0 seconds; got {timeout!r}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Refuse a switch that is not a bool: "no" would be true."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
 def check_given(config: Config | None) -> None:
     """Refuse an invalid configuration, before anything is computed from it."""
     if config is None:
@@ -258,8 +273,8 @@ def check_given(config: Config | None) -> None:
     for name, (least, most, power) in BOUNDS.items():
         value = getattr(config, name)
         if value is not None and not (least <= value <= most and not (power and value & (value - 1))):
-            kind = "a power of two and " if power else ""
-            raise ArgumentError(f"config.{name} must be {kind}at least {least} and at most {most}; got {value}")
+            kind = "a power of two" if power else "a whole number"
+            raise ArgumentError(f"config.{name} must be {kind} from {least} to {most}; got {value}")
 
 
 def check_without_helpers(op: str, config: Config | None) -> None:

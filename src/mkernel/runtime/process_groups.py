@@ -1,6 +1,6 @@
 """Groups of torch process groups, each made once and kept.
 
-Whatever takes a `group` takes, beside a Group, what PyTorch programs have at hand: a ProcessGroup, a one-dimensional
+Whatever takes a `group` takes, besides a Group, what PyTorch programs have at hand: a ProcessGroup, a one-dimensional
 DeviceMesh, or a name, which is how graphs and PyTorch's functional collectives refer to a process group. The group of a
 process group is the one that `mk.init` made of it last. If there is none, the first use makes one, as
 `mk.init(process_group)` does, but leaves the current group as it is. That is collective: all ranks of the process group
@@ -108,8 +108,8 @@ def resolve(given: Any, current: Group | None) -> Group:
     unknown = ""
     if isinstance(given, str):
         unknown = (
-            f": there is no group named {given!r} in this process, and no process group; it was freed or destroyed, or "
-            f"made in another process. Groups: {', '.join(group_names.known()) or 'none'}"
+            f": this process has no group named {given!r} (any more), and no process group. Groups: "
+            f"{', '.join(group_names.known()) or 'none'}"
         )
     raise ArgumentError(f"group must be {ACCEPTED}; got {type(given).__name__}{unknown}")
 

@@ -63,7 +63,7 @@ def _parse(line: str) -> WaitRecord | NetworkFailure:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError("this is no JSON; was the process killed while writing?") from None
+        raise ValueError("this is not JSON; was the process killed while writing?") from None
     if not isinstance(values, dict) or values.get("mkernel") not in ("wait", "network failure"):
         raise ValueError("this is not a record of mkernel")
     kind = WaitRecord if values.pop("mkernel") == "wait" else NetworkFailure

@@ -34,7 +34,8 @@ from mkernel.lang.scaling import BLOCK, SMALLEST_SCALE, Scales
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import check_plain, constants, layout
+from mkernel.runtime.operands import check_device, check_plain, constants, layout
+from mkernel.runtime.planning import check_flag
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,8 +205,7 @@ def scaling_of(
     """The scales of a @ b, for operands that have been checked. The error says which shapes would do."""
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         check_scale(group, name, scale, 2)
-    if not isinstance(use_fast_accum, bool):
-        raise ArgumentError(f"use_fast_accum must be True or False, got {use_fast_accum!r}")
+    check_flag("use_fast_accum", use_fast_accum)
     (m, k), n = a.shape, b.shape[1]
     of_rows, of_columns = _shape_of(scale_a) in ((1, 1), (m, 1)), _shape_of(scale_b) in ((1, 1), (1, n))
     if of_rows and of_columns:
@@ -252,8 +252,7 @@ def check_scale(group: Group, name: str, scale: Any, dimensions: int) -> None:
         raise ArgumentError(f"{name} has dtype {scale.dtype}, but must have torch.float32{micro}")
     if scale.dim() > dimensions:
         raise ArgumentError(f"{name} must have at most {dimensions} dimensions, got shape {tuple(scale.shape)}")
-    if scale.device != group.device:
-        raise ArgumentError(f"{name} is on {scale.device}, but this rank's device is {group.device}")
+    check_device(name, scale, group.device)
     check_plain(name, scale)
     if torch.is_grad_enabled() and scale.requires_grad:
         raise ArgumentError(f"{name} requires grad, but scales have no gradients: pass {name}.detach()")

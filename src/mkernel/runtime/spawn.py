@@ -55,8 +55,14 @@ def spawn(
         links: rates to pace links to, for measurements on a GPU.
         sim: options of the simulator, such as slow or late ranks, or CTAs that run one after the other.
     """
+    if not callable(fn):
+        raise ArgumentError(f"fn must be a function of a group, which mk.spawn calls on every rank; got {fn!r}")
     check_cluster(nodes, gpus_per_node)
     check_timeout(timeout)
+    if not isinstance(seed, int):
+        raise ArgumentError(f"seed must be an integer, got {seed!r}")
+    if links is not None and not isinstance(links, Links):
+        raise ArgumentError(f"links must be a mk.Links, got {type(links).__name__}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
@@ -65,7 +71,10 @@ def spawn(
     try:
         if device == "cpu":
             with require_simulator():
+                from mkernel.sim.scheduler import Options
                 from mkernel.sim.world import spawn as simulate
+            if sim is not None and not isinstance(sim, Options):
+                raise ArgumentError(f"sim must be a mkernel.sim.scheduler.Options, got {type(sim).__name__}")
             return simulate(fn, args, seed=seed, options=sim, **cluster)
         from mkernel.runtime.cuda_threads import spawn as run_on_gpus
 

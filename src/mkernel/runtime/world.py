@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from triton import knobs
 
+from mkernel.runtime.errors import ArgumentError, MKernelError
+
 if TYPE_CHECKING:
     from mkernel.net import Statistics
-    from mkernel.runtime.errors import MKernelError
     from mkernel.runtime.gpus import SimulatedGpu
     from mkernel.runtime.group import Group, Uses
 
@@ -50,9 +51,17 @@ class Links:
     network: float | None = None
     network_latency: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("nvlink", "network"):
+            rate = getattr(self, name)
+            if rate is not None and not rate > 0:
+                raise ArgumentError(f"{name} must be more than 0 GB/s, or None for no pacing; got {rate}")
+        if not self.network_latency >= 0:
+            raise ArgumentError(f"network_latency must be 0 seconds or more; got {self.network_latency}")
+
 
 # Does the compiler fuse multiplications and additions? Triton has always done so, TRITON_DEFAULT_FP_FUSION=0 turns it
-# off, and Triton 3.9 warns wherever nobody has chosen.
+# off, and Triton 3.9 warns about every launch that does not set it.
 FP_FUSION: bool = knobs.language.default_fp_fusion
 
 

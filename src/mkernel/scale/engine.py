@@ -20,6 +20,7 @@ from mkernel.scale.machine import Machine
 
 Array = Any  # of float64 or integers
 EVERYTHING = slice(None)
+SLAB = 2**19  # elements
 
 
 @dataclass
@@ -314,7 +315,7 @@ class Engine:
         return max((float(group.clock.max()) for group in self.groups if len(group.clock)), default=self.start)
 
 
-def in_slabs(count: int, lanes: int, most: int = 2**19) -> Sequence[Array]:
-    """The steps 0..count-1 as columns, in slabs of at most `most` elements for all lanes."""
-    size = max(most // max(lanes, 1), 1)
+def in_slabs(count: int, lanes: int) -> Sequence[Array]:
+    """The steps 0..count-1 as columns, in slabs of at most SLAB elements for all lanes."""
+    size = max(SLAB // max(lanes, 1), 1)
     return [np.arange(begin, min(begin + size, count))[:, None] for begin in range(0, count, size)]

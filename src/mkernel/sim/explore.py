@@ -199,12 +199,12 @@ class Report:
             yield "conflicting accesses and waits: not recorded, since the race detector is off"
             return
         both, one = self.both_orders, self.one_order
-        yield f"conflicting accesses: {len(both)} pairs of lines seen in both orders, {len(one)} in one order only"
+        yield f"pairs of lines with conflicting accesses: {len(both)} seen in both orders, {len(one)} in one order only"
         if one:
             yield "  one order only (the protocol orders them, or the other order was not explored):"
             yield from _some([f"{first}, then {second} ({self.orders[first, second]} times)" for first, second in one])
         waited, never = self.waited, self.never_waited
-        yield f"waits: at {len(waited)} lines a CTA had to wait, at {len(never)} never"
+        yield f"lines at which a CTA waits: at {len(waited)} it had to, at {len(never)} it never had to"
         if never:
             yield "  never (the signal was always set already: the wait is needless, or no schedule made it late):"
             yield from _some([f"{line} ({self.waits[line][0]} times)" for line in never])

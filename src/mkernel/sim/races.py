@@ -446,7 +446,7 @@ class Races:
         self, actor: Actor, access: Access, event: int, what: str, kind: dict[tuple[int, int], dict[int, int]]
     ) -> None:
         """The event, which is not atomic, must come after all atomic operations on what it accesses."""
-        how = "looked at (atomically)" if kind is access.shadow.polls else "changed (atomically)"
+        how = "polled (atomically)" if kind is access.shadow.polls else "changed (atomically)"
         for (word, end), threads in kind.items():
             if word < access.high and access.low < end and access.meets(word, end):
                 for thread, last in threads.items():

@@ -205,7 +205,7 @@ class SharedBlock:
         return self._allocation.data[self._base :].view(info(self.dtype).memory)
 
     def read(self, actor: Actor | None = None) -> Tensor:
-        """The contents. actor: who reads; None for the warps themselves."""
+        """The contents. actor: the reader; None for the warps themselves."""
         cta: Any = running.get()
         order, races = cta.checked, cta.scheduler.memory.races
         if order is not None and races is not None:

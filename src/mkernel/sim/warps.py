@@ -124,7 +124,8 @@ class WarpOrder(Cta):
 class Barrier:
     """An mbarrier, or a named barrier: phases that end when enough have arrived, and everything expected was loaded.
 
-    Only two phases can be told apart: who waits for one must be back before the next one ends, in every schedule.
+    Only two phases can be told apart: a task that waits for a phase must return before the next one ends, in every
+    schedule.
     """
 
     def __init__(self, name: str, number: int, count: int, unit: str, place: Callable[[], str] = str):
@@ -143,7 +144,7 @@ class Barrier:
         self._waited: list[tuple[Thread, int]] = []  # waits for the last phase: by whom, and the event
 
     def pass_on(self, clocks: tuple[Clock, Clock]) -> None:
-        """Those who wait for the phase will know of this."""
+        """Let those that wait for the phase acquire what these clocks cover."""
         self._arrived = joined(self._arrived[0], clocks[0]), joined(self._arrived[1], clocks[1])
 
     def __str__(self) -> str:
@@ -168,7 +169,7 @@ class Barrier:
         self.end_phase(task)
 
     def end_phase(self, task: CtaTask) -> None:
-        """End the phase, if everybody and everything is there."""
+        """End the phase, if all tasks and all bytes that it expects have arrived."""
         if self.left or self.nbytes:
             return
         races = task.scheduler.memory.races

@@ -146,7 +146,7 @@ def spawn(
         check_reached(world.options.replace, world.scheduler.replaced, failure)
         schedule = world.options.schedule
         which = f"seed={seed}" if schedule is None else f"sim=Options(schedule={schedule!r})"
-        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with {which}, and will again with it"
+        how = f"mkernel simulator: {nodes} x {gpus_per_node} ranks failed with {which}, which reproduces the failure"
         print(how, file=sys.stderr)
         if hasattr(failure, "add_note"):
             failure.add_note(how)

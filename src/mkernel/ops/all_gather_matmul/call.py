@@ -40,6 +40,7 @@ def all_gather_matmul(
     key, made = group.prepared.repeat(OP, (a, b, out), (return_gathered, config), out=2)
     if made is not None:
         return made[0] if out is None else out, made[-1] if return_gathered else None
+    planning.check_flag("return_gathered", return_gathered)
     check(group, a, b, out, config)
     config = choose(group, a, b, config)
     m, k = a.shape

@@ -31,7 +31,7 @@ def run(engine: Engine, peer: Peer, size: int) -> None:
     _, landed = engine.network.send(np.full(rows // TILE_M, engine.start), TILE_M * size * 2, 1)
 
     def copy(ready: Array) -> Array:
-        """When the last strip of rows is there that may be copied at these times."""
+        """When the last strip of each block of rows has arrived, if the strips are ready at these times."""
         seconds = WARPS * nbytes / peer.machine.copy
         done = move(warps, np.repeat(ready, strips), seconds, link, nbytes * (gpus - 1))
         return done.reshape(-1, strips).max(1) + peer.machine.nvlink_seconds

@@ -104,9 +104,7 @@ class Plan:
 
     def __str__(self) -> str:
         c = self.config
-        roles = f"{c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done"
-        if self.few_rows:
-            roles = f"{c.team_ctas} for each tile"
+        roles = f"{c.team_ctas} for each tile" if self.few_rows else planning.roles_of(c)
         head = (
             f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({roles}), "
             f"{self.chunks} chunks of {c.chunk_rows} rows per rank"

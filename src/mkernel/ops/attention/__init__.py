@@ -152,7 +152,7 @@ def ring_attention(
         cu_seqlens: boundaries of packed documents in the whole sequence, from 0 to its length, the same on every rank;
             a document may span ranks, and documents may have any lengths. A position sees only its own document. The
             host reads them: a tensor on a GPU costs a synchronization.
-        window_size: (before, after): a position sees only that many positions before and after its own, beside
+        window_size: (before, after): a position sees only that many positions before and after its own, besides
             itself; -1 is no limit. With is_causal, it sees none after its own. The time of a call is proportional to
             the window. A model's "sliding window of w" is (w - 1, 0).
         seq_lens: how many positions (keys) each rank holds, if not all hold the same number: a list of world numbers,

@@ -77,7 +77,7 @@ def measure(
     share = slice(rank * heads // size, (rank + 1) * heads // size)
 
     def library() -> None:
-        # the whole problem in one call, on all SMs: the best rate to be had
+        # the whole problem in one call, on all SMs: the best possible rate
         if rank == 0:
             cudnn(whole[0], whole[1], whole[2], causal)
 

@@ -19,8 +19,8 @@ Array = Any
 class Transfers:
     """The roles that move keys and values. They go as far ahead of the tasks as there are slots.
 
-    arrived: by round, when everything that this rank's tiles see is there. freed: when this rank's tasks of a round are
-    done, so that others may write to its slots. told: when the other nodes know.
+    arrived: by round, when everything that this rank's tiles see has arrived. freed: when this rank's tasks of a round
+    are done, so that others may write to its slots. told: when the other nodes know.
     """
 
     def __init__(self, engine: Engine, plan: Any, problem: Problem, *, by_warps: bool):

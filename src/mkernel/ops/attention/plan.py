@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import triton
@@ -28,25 +29,23 @@ WARP_PUSH_RATE = 3e9  # bytes/s that one pushing warp of the Gluon kernel writes
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What a call will do, and why. `str(plan)` explains it."""
+class RoundsPlan:
+    """What the plans of ring_attention and of its gradient have in common. `str(plan)` explains it."""
 
+    op: ClassVar[str]
     config: Settings
     kernel: str  # "triton" or "gluon"
-    uses_tma: bool  # tensors are accessed through tensor descriptors
     sequences: Sequences
     padded: int  # keys of a unit, rounded up to whole blocks
     slots: int  # slots per round on a rank
     width: int  # columns of the slots
     parts: int  # rounds per unit
     part_rows: int  # keys of a panel
-    span_keys: int  # keys of a panel that one CTA attends to: see merge.py
     window: int  # rounds that have slots at the same time
     rounds: int
     chunks: int  # per panel
     precision: str
     schedule: torch.Tensor
-    syncs_grid: bool  # the schedule may have grid syncs; the same on all ranks, so that they share one binary
     spans: torch.Tensor | None  # only if PACKED: see `Mask`
     places: torch.Tensor | None  # only if ranks hold different numbers of positions: see `Mask`
     reasons: tuple[str, ...]
@@ -58,17 +57,27 @@ class Plan:
 
     @property
     def credits(self) -> bool:
-        """Whether the call reuses slots, so that senders need credits (`freed`)."""
+        """Whether the call reuses slots, so that other ranks need credits to write to them."""
         return self.sequences.size > 1 and self.rounds > self.window
 
     def __str__(self) -> str:
         c = self.config
         head = (
-            f"ring_attention: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
+            f"{self.op}: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
             f"({c.send_ctas} send, {c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of "
             f"{c.chunk_rows} keys, slots for {self.window} rounds"
         )
         return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(RoundsPlan):
+    """What a call of ring_attention will do, and why."""
+
+    op = "ring_attention"
+    uses_tma: bool  # tensors are accessed through tensor descriptors
+    span_keys: int  # keys of a panel that one CTA attends to: see merge.py
+    syncs_grid: bool  # the schedule may have grid syncs; the same on all ranks, so that they share one binary
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def ring_attention(
         if made is not None:
             return made[0] if out is None else out, made[-1] if return_lse else None
     scoring = Scoring(scale, softcap)
+    planning.check_flag("return_lse", return_lse)
     check(group, query, key, value, out, layout, enable_gqa, scoring, config)
     pattern = pattern_of(group, query, key, is_causal, layout, cu_seqlens, window_size, (seq_lens, query_lens))
     config = choose(TUNABLE, group, query, key, pattern, config, value)

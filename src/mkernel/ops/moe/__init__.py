@@ -16,10 +16,12 @@ operators in fp8. The operators share the modules below, listed in the order in 
 
 - sizes.py: numbers of tokens, experts and rows, and what the ranks agree on before they launch.
 - arguments.py: checks of arguments. plan.py: tiles, chunks and CTAs of each role.
-- protocol.py: the arrays in the workspace, the signals, and when a rank may write to a buffer.
+- handle.py: what a dispatch returns beside the rows, and a combine and the gradients need.
+- protocol.py: the arrays in the workspace, the signals (kinds.py has their numbers), and when a rank may write to a
+  buffer.
 - routing.py: every rank publishes which token goes to which expert. Inside the launch, every rank counts the rows it
   receives and stores what it derives in `Tables`.
-- schedule.py: the order in which blocks of rows are computed.
+- schedule.py: the order in which blocks of rows are computed. tile_order.py: the order of their tiles.
 - dispatch.py: stages tokens, sends them, and places them as rows, grouped by expert.
 - packing.py: tokens in fp8 with their scales, as one row of words.
 - grouped.py: a tile of the grouped GEMM.
@@ -32,13 +34,14 @@ what backward passes need; layer.py and halves.py have the public functions, and
 scaled_registration.py have the operators of torch.library.
 
 Kernels take structures. `Routing`, `Dispatch`, `Gemm` (or `Gemms`) and `Combine` say what a kernel reads and writes;
-`Batch` holds the numbers that vary with the batch. Two limitations of Triton 3.6 shape them:
+`Batch` holds the numbers that vary with the batch. Three limitations of Triton 3.6 shape them:
 
 - Tensor descriptors are parameters of their own. Triton compiles a descriptor inside a structure, but cannot launch the
   kernel.
 - A structure must end in a constant of its own (such as `Gemms.HALF`) if structures nested in it contain constants, or
   strides of 1, which Triton turns into constants. Otherwise Triton loses the nested constants: inside loops they are
   None.
+- A device function cannot return such a structure. So every kernel builds its `Comm`, and decodes its `Batch`, itself.
 
 Terms. A *row* is a token on its way through one of its experts. A token with k experts has k *slots*, the columns of
 topk_ids, and makes one row per slot. A *chunk* is a number of consecutive tokens of one rank that are transferred and

@@ -51,6 +51,7 @@ from mkernel.ops.moe.protocol import (
 from mkernel.ops.moe.reduction import weights_of
 from mkernel.ops.moe.routing import (
     FIRST_EXPERT,
+    block_of,
     count_rows,
     counted_last,
     ids_of,
@@ -303,10 +304,11 @@ def _count_placed(counters, mask):
 
 
 @triton.jit
-def _fetch(comm, dispatch, batch, rank, holder, source, chunk, wanted):
-    """Where the tokens of a source come from, which `holder` holds for my node: (origin, row stride, column stride,
-    whether they are of another node), and whether those of the chunk are there, for which it waits if any are wanted.
-    Only tokens that are not packed are read from the caller's tensor. rank: mine."""
+def _wait_origin(comm, dispatch, batch, rank, holder, source, chunk, wanted):
+    """Wait until `holder` holds the tokens of a chunk of `source` for my node, if any of them are wanted. Returns from
+    where to read tokens of this source (pointer, row stride, column stride, whether they are of another node), and
+    whether those of the chunk have arrived. Only tokens that are not packed are read from the caller's tensor. rank:
+    mine."""
     DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
     arrived = tl.full((), True, tl.int1)
     if dispatch.PACKS:
@@ -364,7 +366,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
     tl.debug_barrier()
 
-    origin, row_stride, column_stride, far, arrived = _fetch(
+    origin, row_stride, column_stride, far, arrived = _wait_origin(
         comm, dispatch, batch, rank, holder, source, chunk, wanted
     )  # fmt: skip
 
@@ -374,9 +376,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
             dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
             tables.recv_index + source * batch.max_tokens, far, token, end, K,
         )  # fmt: skip
-        block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
-        block += (row - base) // dispatch.TILE_M
+        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
@@ -402,7 +402,7 @@ def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         weights = weights_of(comm, routing, batch, source)
         weight = tl.load(weights + t * K + slot, mask=goes_here, other=0.0)
         tl.store(dispatch.row_weights + row, weight, mask=goes_here)
-    origin, row_stride, column_stride, far, arrived = _fetch(
+    origin, row_stride, column_stride, far, arrived = _wait_origin(
         comm, dispatch, batch, rank, holder, source, chunk, wanted
     )  # fmt: skip
     if arrived & (wanted > 0):
@@ -414,9 +414,7 @@ def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
         trace(comm.context, INTRA, GATHER, source, chunk, since)
         expert = tl.load(tables.all_topk_ids + source_offset + t * K + slot, mask=goes_here, other=0)
         expert -= tl.load(tables.summary + FIRST_EXPERT)
-        block = tl.load(tables.first_blocks + expert, mask=goes_here, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=goes_here, other=0)
-        block += (row - base) // dispatch.TILE_M
+        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
         _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
     return tl.where(source != rank, wanted, 0)
 

@@ -18,7 +18,7 @@ from mkernel.ops.moe.dispatch import fill_with_nan
 from mkernel.ops.moe.kinds import COMPUTED, SETTLED
 from mkernel.ops.moe.protocol import signal_of, wait_node_entered, wait_numbered, wait_other_nodes_entered
 from mkernel.ops.moe.reduction import collect_chunk, relay_chunk, sum_chunk
-from mkernel.ops.moe.routing import FIRST_EXPERT, PIECES_TAKEN, tokens_of
+from mkernel.ops.moe.routing import FIRST_EXPERT, PIECES_TAKEN, block_of, tokens_of
 
 # Counters of a block of rows. The first one counts rows in place.
 COUNTERS = tl.constexpr(3)
@@ -55,9 +55,7 @@ def _wait_computed(comm, routing, gemms, batch, source, chunk):
         row = tl.load(tables.destinations + offsets, mask=inside, other=-1)
         mine = row >= 0
         expert = tl.load(tables.all_topk_ids + offsets, mask=mine, other=0) - tl.load(tables.summary + FIRST_EXPERT)
-        block = tl.load(tables.first_blocks + expert, mask=mine, other=0)
-        base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mine, other=0)
-        block += (row - base) // gemms.tiling.M
+        block = block_of(comm, tables, expert, row, mine, gemms.tiling.M)
         done = tables.placed + block * COUNTERS + DONE
         downs = tl.cdiv(gemms.hidden, gemms.tiling.N)
         good = _wait_tiles(comm.context, done, mine, downs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -159,32 +159,45 @@ def _settings(
     return resolved
 
 
-# -- moe_dispatch_matmul
-
-
 @dataclass(frozen=True, eq=False)
-class DispatchPlan:
-    """What a call of moe_dispatch_matmul will do, and why. `str(plan)` explains it."""
+class Dispatching:
+    """What the plans of launches that dispatch have in common. `str(plan)` explains it."""
 
     config: Settings
     sizes: Sizes
     copying: Copying
     row_stride: int
+    reasons: tuple[str, ...]
+    _: KW_ONLY
+    memory: Allocation | None = None  # of `mk.explain`
+
+    def _explained(self, op: str, afterwards: str = "") -> str:
+        """afterwards: what CTAs that copy do when their transfers are done; without it, there are no tiles."""
+        c, s = self.config, self.sizes
+        tiles = f"tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, " if afterwards else ""
+        then = f", which {afterwards} when their transfers are done" if afterwards else ""
+        head = (
+            f"{op}: {tiles}{c.ctas} CTAs ({c.send_ctas} send, {c.intra_ctas} intra{then}), chunks of {c.chunk_rows} "
+            f"tokens, capacity {s.capacity} rows for {s.experts} experts"
+        )
+        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+
+
+# -- moe_dispatch_matmul
+
+
+@dataclass(frozen=True, eq=False)
+class DispatchPlan(Dispatching):
+    """What a call of moe_dispatch_matmul will do, and why."""
+
     short_m: int  # blocks of at most this many rows use tiles of this height
     weights: WeightLayout
     precision: str
-    reasons: tuple[str, ...]
-    memory: Allocation | None = None  # of `mk.explain`
+    _: KW_ONLY
     op: str = "moe_dispatch_matmul"
 
     def __str__(self) -> str:
-        c, s = self.config, self.sizes
-        head = (
-            f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which compute when their transfers are done), chunks of "
-            f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+        return self._explained(self.op, "compute")
 
 
 def plan_dispatch(
@@ -230,23 +243,11 @@ def plan_dispatch(
 
 
 @dataclass(frozen=True, eq=False)
-class RowsPlan:
-    """What a call of moe_dispatch will do, and why. `str(plan)` explains it."""
-
-    config: Settings
-    sizes: Sizes
-    copying: Copying
-    row_stride: int
-    reasons: tuple[str, ...]
-    memory: Allocation | None = None  # of `mk.explain`
+class RowsPlan(Dispatching):
+    """What a call of moe_dispatch will do, and why."""
 
     def __str__(self) -> str:
-        c, s = self.config, self.sizes
-        head = (
-            f"moe_dispatch: {c.ctas} CTAs ({c.send_ctas} send, {c.intra_ctas} intra), chunks of {c.chunk_rows} tokens, "
-            f"capacity {s.capacity} rows for {s.experts} experts"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+        return self._explained("moe_dispatch")
 
 
 def plan_rows(group: Group, x: torch.Tensor, sizes: Sizes, config: Config | None) -> RowsPlan:
@@ -313,28 +314,17 @@ def plan_combine(group: Group, y: torch.Tensor, sizes: Sizes, config: Config | N
 
 
 @dataclass(frozen=True, eq=False)
-class FfnPlan:
-    """What a call of moe_ffn will do, and why. `str(plan)` explains it."""
+class FfnPlan(Dispatching):
+    """What a call of moe_ffn will do, and why."""
 
-    config: Settings
-    sizes: Sizes
-    copying: Copying
-    row_stride: int
     gate_up: WeightLayout
     down: WeightLayout
     precision: str
-    reasons: tuple[str, ...]
-    memory: Allocation | None = None  # of `mk.explain`
+    _: KW_ONLY
     op: str = "moe_ffn"
 
     def __str__(self) -> str:
-        c, s = self.config, self.sizes
-        head = (
-            f"{self.op}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({c.send_ctas} send, "
-            f"{c.intra_ctas} intra, which compute and combine when their transfers are done), chunks of "
-            f"{c.chunk_rows} tokens, capacity {s.capacity} rows for {s.experts} experts"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
+        return self._explained(self.op, "compute and combine")
 
 
 def plan_ffn(

@@ -288,6 +288,14 @@ def tokens_of(tables, source):
     return tl.load(tables.summary + SUMMARY + source)
 
 
+@triton.jit
+def block_of(comm, tables, expert, row, mask, TILE_M: tl.constexpr):
+    """The number of the block that holds each row of these experts. Valid after `lay_out_rows`."""
+    block = tl.load(tables.first_blocks + expert, mask=mask, other=0)
+    base = tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=mask, other=0)
+    return block + (row - base) // TILE_M
+
+
 # -- counting
 
 

@@ -55,6 +55,7 @@ from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group, current
 from mkernel.runtime.matmul import check_tensor
 from mkernel.runtime.operands import layout
+from mkernel.runtime.planning import check_flag
 from mkernel.runtime.scaling import (
     FP8,
     OLDEST,
@@ -141,8 +142,7 @@ def check(
     dtype = check_out_dtype(out_dtype, None)
     check_bias(op, group, "bias", bias, w, of_w, dtype)
     check_bounds(x.shape[0], capacity, max_tokens)
-    if not isinstance(use_fast_accum, bool):
-        raise ArgumentError(f"use_fast_accum must be True or False, got {use_fast_accum!r}")
+    check_flag("use_fast_accum", use_fast_accum)
     blockwise = _check_scales(group, x, w, scale_x, scale_w, recipe, of_scale)
     if blockwise and use_fast_accum:
         raise ArgumentError("use_fast_accum is for scales of rows: with scales of blocks, pass use_fast_accum=False")

@@ -105,6 +105,7 @@ def _call(
     key, made = group.prepared.repeat(OP, passed, rest, out=2)
     if made is not None:
         return made[0] if out is None else out, (made[-2], made[-1]) if return_gathered else None
+    planning.check_flag("return_gathered", return_gathered)
     scaling, dtype = _check(group, a, b, scale_a, scale_b, out_dtype, use_fast_accum, out, config, recipe_a, dtype_a)
     narrow = as_gathered(a, scaling)
     config = call.choose(group, narrow, b, config, dtype, scaling)

@@ -67,8 +67,7 @@ class Plan:
     def __str__(self) -> str:
         c = self.config
         head = (
-            f"{OP}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs "
-            f"({c.send_ctas} send, {c.intra_ctas} intra, which compute {c.join_tiles} tiles each when they are done), "
+            f"{OP}: tiles {c.tile_m}x{c.tile_n}x{c.tile_k}, {c.ctas} CTAs ({planning.roles_of(c)}), "
             f"{self.chunks} chunks of {c.chunk_rows} rows per rank"
         )
         if c.passes > 1:

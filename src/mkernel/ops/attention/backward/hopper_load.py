@@ -196,7 +196,8 @@ def _load_queries(call, descriptors, ring, batch, head, tile, loaded):
 
 @gluon.jit
 def _wait_held(held, number):
-    """The barrier that tells when the rows of task `number` are there, when their place is free."""
+    """Wait until there is memory for the rows of task `number`. Returns the barrier that completes when they are
+    loaded."""
     mbarrier.wait(held.empty.index(number % 2), ((number // 2) & 1) ^ 1)
     return held.full.index(number % 2)
 

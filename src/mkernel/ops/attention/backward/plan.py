@@ -12,7 +12,16 @@ import triton
 from mkernel.ops.attention.backward.choice import HOPPER_ROWS, HOPPER_STAGES, HOPPER_TILE, kernel_of
 from mkernel.ops.attention.backward.protocol import OP
 from mkernel.ops.attention.backward.schedule import Tasks, scheduled
-from mkernel.ops.attention.plan import WARP_PUSH_RATE, Tiles, completed, cut_rounds, places_of, round_up, spans_of
+from mkernel.ops.attention.plan import (
+    WARP_PUSH_RATE,
+    RoundsPlan,
+    Tiles,
+    completed,
+    cut_rounds,
+    places_of,
+    round_up,
+    spans_of,
+)
 from mkernel.ops.attention.schedule import Helpers
 from mkernel.ops.attention.sequences import Pattern, Sequences
 from mkernel.runtime import planning
@@ -25,49 +34,15 @@ DQ_PRODUCTS, DKV_PRODUCTS = 3, 4  # products of a tile of queries with a block o
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """What a call will do, and why. `str(plan)` explains it."""
+class Plan(RoundsPlan):
+    """What a call will do, and why."""
 
-    config: Settings
-    kernel: str  # "triton" or "gluon"
-    sequences: Sequences
+    op = OP
     nodes: int
-    padded: int  # keys of a unit, rounded up to whole blocks
-    slots: int  # slots per round on a rank
-    width: int  # columns of the slots
     value_columns: int  # columns of values, rounded up to a power of two
-    parts: int  # rounds per unit
-    part_rows: int  # keys of a panel
     tiles: int  # blocks of tile_n keys of a panel
     blocks: int  # tasks that they are: the Gluon kernel computes two with each
-    window: int  # rounds that have slots at the same time
-    rounds: int
-    chunks: int  # per panel
-    precision: str
-    schedule: torch.Tensor
     ranges: torch.Tensor  # see `ranges_of`
-    spans: torch.Tensor | None  # only if PACKED: see `Mask`
-    places: torch.Tensor | None  # only if ranks hold different numbers of positions: see `Mask`
-    reasons: tuple[str, ...]
-
-    @property
-    def hopper(self) -> bool:
-        """Whether the call runs the Gluon kernel for Hopper."""
-        return self.kernel == "gluon"
-
-    @property
-    def credits(self) -> bool:
-        """Whether the call reuses slots, so that writers need credits (`freed`, `added`)."""
-        return self.sequences.size > 1 and self.rounds > self.window
-
-    def __str__(self) -> str:
-        c = self.config
-        head = (
-            f"{OP}: {self.kernel} kernel, tiles of {c.tile_m} queries x {c.tile_n} keys, {c.ctas} CTAs "
-            f"({c.send_ctas} send, {c.intra_ctas} intra), {self.rounds} rounds of {self.chunks} chunks of "
-            f"{c.chunk_rows} keys, slots for {self.window} rounds"
-        )
-        return "\n".join([head, *(f"- {reason}" for reason in self.reasons)])
 
 
 def tiles_of(group: Group, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Config | None) -> Tiles:

@@ -16,9 +16,9 @@ from mkernel.ops.reduce.call import SHARED, Plan, Scaled, Sum, call_of, group_m_
 from mkernel.ops.reduce.operands import INPUTS, RESULTS, variant_of
 from mkernel.runtime.collective import collective
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import constants
+from mkernel.runtime.planning import check_flag
 from mkernel.runtime.tuned import Tunable
 from mkernel.runtime.world import Launch
 
@@ -94,8 +94,7 @@ def sum_of(
     scaled: Scaled | None = None,
 ) -> Sum:  # fmt: skip
     """Check the arguments and make a `Sum` of them."""
-    if not isinstance(fixed_order, bool):
-        raise ArgumentError(f"fixed_order must be True or False, got {fixed_order!r}")
+    check_flag("fixed_order", fixed_order)
     call = call_of(
         TUNABLE, group, a, b, out=out, bias=bias, residual=residual, reduce_dtype=reduce_dtype, config=config,
         scatter=False, scaled=scaled,
