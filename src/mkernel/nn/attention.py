@@ -9,9 +9,8 @@ from torch import nn
 
 from mkernel.nn.shards import Membership
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.run import LAYOUTS, check_input_layout
+from mkernel.ops.attention.run import check_input_layout, check_layout
 from mkernel.ops.attention.sequences import Counts, Documents, window_of
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 
@@ -38,8 +37,7 @@ class ContextParallelAttention(nn.Module):
         window_size: tuple[int, int] | None = None, input_layout: str = "bshd", group: Any = None,
     ):  # fmt: skip
         super().__init__()
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+        check_layout(layout)
         check_input_layout(input_layout)
         window_of(window_size, is_causal, whole=2**31)  # raises if it is invalid
         self.is_causal, self.scale, self.layout, self.input_layout = is_causal, scale, layout, input_layout

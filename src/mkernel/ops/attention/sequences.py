@@ -204,11 +204,11 @@ def pattern_of(
 
 
 def pair_of(window_size: Any) -> tuple[int, int] | None:
-    """How many positions before and after its own a position sees, as integers."""
+    """How many positions before and after its own a position sees, as integers of 64 bits: no sequence has so many."""
     if window_size is None:
         return None
     try:
-        before, after = (operator.index(count) for count in window_size)
+        before, after = (min(operator.index(count), 2**62) for count in window_size)
     except (TypeError, ValueError) as problem:
         raise ArgumentError(
             f"window_size must be a pair of integers, how many positions before and after its own a position sees; got "
