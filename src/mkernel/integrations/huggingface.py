@@ -171,7 +171,7 @@ def attend(
     query, key, value, *_ = call
     window = _window_of(call[3], call[-1].get("sliding_window"), causal, size_of(group) * key.shape[2])
     result = ring_attention(
-        query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, is_causal=causal, scale=scaling, enable_gqa=True,
         layout=attention._layout, softcap=call[-1].get("softcap") or 0.0, window_size=window, group=group,
     )  # fmt: skip
     return result.transpose(1, 2).contiguous()

@@ -60,16 +60,12 @@ class ContextParallelAttention(nn.Module):
     ) -> torch.Tensor:
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
-            enable_gqa=self._heads(query) != self._heads(key), layout=self.layout, input_layout=self.input_layout,
+            enable_gqa=True, layout=self.layout, input_layout=self.input_layout,
             cu_seqlens=cu_seqlens, window_size=self.window_size, seq_lens=seq_lens, query_lens=query_lens,
             group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result
-
-    def _heads(self, tensor: torch.Tensor) -> int:
-        """How many heads a tensor has; 0 if it has too few dimensions, which ring_attention refuses."""
-        return tensor.shape[self.input_layout.index("h")] if tensor.dim() == 4 else 0
 
     def extra_repr(self) -> str:
         shown = [f"is_causal={self.is_causal}", f"layout={self.layout!r}", f"input_layout={self.input_layout!r}"]
