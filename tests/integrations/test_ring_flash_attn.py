@@ -69,6 +69,9 @@ def test_what_is_refused():
             (lambda: zigzag(query, query, query), "causal must be True in the zigzag layout"),
             (lambda: ring_flash_attn.ring_flash_attn_qkvpacked_func(query), r"\[batch, seq_local, 3, heads, dim\]"),
             (lambda: attend(query[0], query, query), r"query must be \[batch, seq_local, heads, dim\]"),
+            (lambda: attend(query[0, 0, 0], query, query), r"query must be \[batch, seq_local, heads, dim\]"),
+            (lambda: attend([1.0], query, query), "query must be a torch.Tensor, got list"),
+            (lambda: ring_flash_attn.ring_flash_attn_qkvpacked_func(None), "got NoneType"),
         ):
             with pytest.raises(mk.ArgumentError, match=words):
                 call()

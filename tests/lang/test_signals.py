@@ -4,6 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 import mkernel as mk
 from mkernel import operators
@@ -395,3 +397,30 @@ def test_whoever_was_given_what_never_came_hears_of_it(told):
         return int(out)
 
     assert simulate(rank, gpus=2) == [0, 1]
+
+
+@gluon.jit
+def wait_in_vain(context, WHICH: tl.constexpr):
+    signal = segment_of(context, rank_of(context), tl.int64) + WHICH
+    wait(context, signal, 10 * WHICH, COMPUTE, ARRIVED, WHICH, 100 * WHICH)
+
+
+@gluon.jit
+def wait_in_two_warps(context):
+    epoch = current_epoch(context)
+    gl.warp_specialize([(wait_in_vain, (context, 1)), (wait_in_vain, (context, 2))], [1], [40])
+    finish(context, epoch, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warps_that_give_up_at_the_same_time_leave_one_record(seed):
+    """Of one of the waits, not of both."""
+
+    def rank(group):
+        workspace = workspace_of(group)
+        with pytest.raises(mk.CommTimeout) as failure:
+            launch(group, workspace, wait_in_two_warps)
+        return failure.value.records
+
+    for (record,) in simulate(rank, gpus=4, timeout=SOON, seed=seed):
+        assert (record.expected, record.index) == (10 * record.peer, 100 * record.peer)

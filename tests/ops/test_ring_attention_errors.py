@@ -55,6 +55,15 @@ REFUSED = {
         ["3 heads, which is not a multiple of key's 2"],
     ),
     "layout": (SAME, {"layout": "ring"}, ["layout must be one of 'contiguous', 'zigzag'", "'ring'"]),
+    "layout with gradients": ((zeros(requires_grad=True),) * 3, {"layout": None}, ["layout must be", "got None"]),
+    "scale with gradients": ((zeros(requires_grad=True),) * 3, {"scale": "1"}, ["scale must be a number", "'1'"]),
+    "softcap with gradients": ((zeros(requires_grad=True),) * 3, {"softcap": None}, ["softcap must be 0", "got None"]),
+    "input_layout": (SAME, {"input_layout": ["bshd"]}, ["input_layout must be one of 'bhsd', 'bshd'"]),
+    "out in another order": (
+        (zeros(1, 8, 2, 64),) * 3,
+        {"out": zeros(), "input_layout": "bshd"},
+        ["out has shape (1, 2, 8, 64), but the result has (1, 8, 2, 64)"],
+    ),
     "scale 0": (SAME, {"scale": 0.0}, ["scale must be a number greater than 0", "0.0"]),
     "negative scale": (SAME, {"scale": -1.0}, ["scale must be", "negate query"]),
     "no scale": (SAME, {"scale": float("nan")}, ["scale must be", "finite"]),
@@ -98,6 +107,14 @@ def test_refused(name):
         assert group.heap.nbytes == before
 
     run(work)
+
+
+def test_the_gradient_has_no_teams():
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=r"config\.team_ctas does not apply to ring_attention_backward"):
+            mk.ring_attention_backward(*[zeros()] * 5, zeros(1, 2, 8), config=mk.Config(team_ctas=2))
+
+    run(work, cluster=(1, 1))
 
 
 def test_too_few_steps():

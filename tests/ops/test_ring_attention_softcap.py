@@ -29,6 +29,13 @@ def test_backward(cluster, softcap):
     run(lambda group: attention_gradients.call(group, case, config=SMALL), cluster=cluster)
 
 
+def test_a_large_cap_loses_no_digits():
+    """It multiplies the error of tanh, and changes next to nothing else. One of 1000 is exceeded by some scores."""
+    for case in (Case(20, softcap=1e6), Case(20, softcap=1e3, scale=40.0)):
+        run(lambda group, case=case: attention_gradients.call(group, case, config=SMALL), cluster=(1, 2))
+        run(lambda group, case=case: attention_reference.call(group, case, config=SMALL), cluster=(1, 1))
+
+
 def test_it_matters():
     """A cap that nearly all scores exceed makes all keys alike, and one that none exceeds does nothing."""
     case = Case(16, scale=100.0)

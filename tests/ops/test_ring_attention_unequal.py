@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.attention_gradients import NAMES, assert_gradients, cotangents
@@ -288,7 +289,8 @@ def test_lengths_that_no_layout_has():
             mk.ring_attention(given[0], *empty[1:], seq_lens=[0, 0], query_lens=[6, 8])
         out = mk.ring_attention(*empty, seq_lens=[0, 0])
         assert out.shape == (1, 1, 0, 64)
-        mk.ring_attention(*given, seq_lens=[6, 8])
+        for lens in ([6, 8], np.array([6, 8]), torch.tensor([6, 8])):
+            mk.ring_attention(*given, seq_lens=lens)
 
     run(work)
 
@@ -311,6 +313,17 @@ def test_the_limit_is_that_of_all_lengths():
 def test_parts_without_a_dimension():
     with pytest.raises(mk.ArgumentError, match=r"parts must have a dimension 2 \(dim\).*; got \(3, 4\), \(3, 4\)"):
         mk.from_zigzag([torch.zeros(3, 4)] * 2)
+    with pytest.raises(mk.ArgumentError, match="each a tensor; got list"):
+        mk.from_zigzag([[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize(("sequence", "got"), [(torch.zeros(3, 4), r"\(3, 4\)"), ([1, 2], "list")], ids=["2-D", "list"])
+def test_a_sequence_without_a_dimension(sequence, got):
+    def work(group):
+        with pytest.raises(mk.ArgumentError, match=rf"sequence must be a tensor with a dimension 2 \(dim\).*got {got}"):
+            mk.to_zigzag(sequence)
+
+    run(work, cluster=(1, 1))
 
 
 def test_ranks_must_agree_on_lengths():

@@ -71,6 +71,8 @@ def test_a_window_that_hides_nothing_changes_nothing():
             assert_same(mk.ring_attention(*given, is_causal=True, window_size=window), plain)
             explained = mk.explain("ring_attention", *given, is_causal=True, window_size=window)
             assert explained.spans is None
+        with_gradients = [tensor.requires_grad_() for tensor in given]
+        assert_same(mk.ring_attention(*with_gradients, is_causal=True, window_size=(2**70, 7)).detach(), plain)
 
     run(work, cluster=(1, 2))
 

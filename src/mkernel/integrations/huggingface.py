@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.run import LAYOUTS
+from mkernel.ops.attention.run import check_layout
 from mkernel.ops.attention.sequences import to_zigzag
 from mkernel.ops.library import size_of
 from mkernel.runtime.collective import collective, traceable
@@ -59,7 +59,7 @@ def register(
             every rank if they are passed none, and rotary embeddings are then wrong. On a GPU, the check costs a
             synchronization for each forward pass of the model.
     """
-    _check_layout(layout)
+    check_layout(layout)
     interfaces = _interfaces()
     attention = RingAttention(layout, group, check_positions)
     for interface, function in zip(interfaces, (attention.attend, attention.make_mask)):
@@ -72,11 +72,6 @@ def _interfaces() -> tuple[Any, Any]:
     except ImportError as missing:
         raise MKernelError("this needs transformers 4.53 or newer: pip install 'mkernel-gpu[huggingface]'") from missing
     return AttentionInterface, AttentionMaskInterface
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
 
 
 class Window(NamedTuple):
@@ -176,7 +171,7 @@ def attend(
     query, key, value, *_ = call
     window = _window_of(call[3], call[-1].get("sliding_window"), causal, size_of(group) * key.shape[2])
     result = ring_attention(
-        query, key, value, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, is_causal=causal, scale=scaling, enable_gqa=True,
         layout=attention._layout, softcap=call[-1].get("softcap") or 0.0, window_size=window, group=group,
     )  # fmt: skip
     return result.transpose(1, 2).contiguous()
@@ -257,7 +252,7 @@ def _is_sliding_window(mask_function: Callable[..., Any] | None, size: int, leng
 
 def positions_of(length: int, layout: str = "contiguous", group: Any = None) -> torch.Tensor:
     """Where the `length` tokens of this rank lie in the whole sequence."""
-    _check_layout(layout)
+    check_layout(layout)
     group = current(group)
     if layout == "zigzag":
         return to_zigzag(torch.arange(group.size * length), dim=0, group=group)
@@ -275,7 +270,7 @@ def part_of(input_ids: torch.Tensor, *, layout: str = "contiguous", group: Any =
         input_ids and position_ids of this rank's part, and an attention_mask of ones: [batch, length/world]. Take the
         part of labels or of other inputs in the same way, or with `mk.to_zigzag`.
     """
-    _check_layout(layout)
+    check_layout(layout)
     group = current(group)
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
         got = f"shape {tuple(input_ids.shape)}" if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__

@@ -69,8 +69,8 @@ def attend(
             "causal must be True in the zigzag layout, as in ring-flash-attn; mk.ring_attention also takes False"
         )
     result, lse = ring_attention(
-        query, key, value, None, dropout_p, causal, scale=softmax_scale, enable_gqa=query.shape[-2] != key.shape[-2],
-        layout=layout, input_layout="bshd", cu_seqlens=None if documents is None else documents.bounds,
+        query, key, value, None, dropout_p, causal, scale=softmax_scale, enable_gqa=True, layout=layout,
+        input_layout="bshd", cu_seqlens=None if documents is None else documents.bounds,
         window_size=window_size, return_lse=True, group=group,
     )  # fmt: skip
     if documents is not None:
@@ -83,9 +83,10 @@ def _unpacked(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     count = 3 - len(apart)
     if count == 1:
         return parts
-    if packed.dim() != 5 or packed.shape[2] != count:
+    if not isinstance(packed, torch.Tensor) or packed.dim() != 5 or packed.shape[2] != count:
         name = "kv" if apart else "qkv"
-        raise ArgumentError(f"{name} must be [batch, seq_local, {count}, heads, dim], got shape {tuple(packed.shape)}")
+        got = f"shape {tuple(packed.shape)}" if isinstance(packed, torch.Tensor) else type(packed).__name__
+        raise ArgumentError(f"{name} must be [batch, seq_local, {count}, heads, dim], got {got}")
     return (*apart, *packed.unbind(2))
 
 

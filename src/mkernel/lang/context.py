@@ -43,6 +43,7 @@ STATE_WORDS = tl.constexpr(8 + 2 * 512)
 
 # Words of a wait record. A CTA owns two: at twice its program id, and the next.
 RECORD_WORDS = tl.constexpr(16)
+CLAIMED = tl.constexpr(11)  # 1 once a wait writes the record: several warps of a CTA may give up at the same time
 RECORDED = tl.constexpr(15)  # of the first record only: 1 once any record was written, for the host to poll
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from mkernel.lang.context import (
     ABORTED,
+    CLAIMED,
     CTAS,
     EPOCH,
     OP,
@@ -253,7 +254,7 @@ def _record(context, reason, awaited, seen, expected, nanoseconds):
     records = tl.load(context + RECORDS).to(tl.pointer_type(tl.int64))
     record = records + row * RECORD_WORDS
     # the first wait that is given up tells the story; later ones only follow from it
-    if tl.atomic_add(record, 0, sem="relaxed", scope="sys") == 0:
+    if tl.atomic_xchg(record + CLAIMED, 1, sem="relaxed", scope="sys") == 0:
         tl.store(record + 1, tl.load(context + OP))
         tl.store(record + 2, tl.load(context + RANK))
         tl.store(record + 3, awaited.ROLE)

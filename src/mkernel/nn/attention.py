@@ -9,9 +9,8 @@ from torch import nn
 
 from mkernel.nn.shards import Membership
 from mkernel.ops.attention import ring_attention
-from mkernel.ops.attention.run import LAYOUTS, check_input_layout
+from mkernel.ops.attention.run import check_input_layout, check_layout
 from mkernel.ops.attention.sequences import Counts, Documents, window_of
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import Group, current
 
 
@@ -38,8 +37,7 @@ class ContextParallelAttention(nn.Module):
         window_size: tuple[int, int] | None = None, input_layout: str = "bshd", group: Any = None,
     ):  # fmt: skip
         super().__init__()
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+        check_layout(layout)
         check_input_layout(input_layout)
         window_of(window_size, is_causal, whole=2**31)  # raises if it is invalid
         self.is_causal, self.scale, self.layout, self.input_layout = is_causal, scale, layout, input_layout
@@ -62,16 +60,12 @@ class ContextParallelAttention(nn.Module):
     ) -> torch.Tensor:
         result = ring_attention(
             query, key, value, is_causal=self.is_causal, scale=self.scale,
-            enable_gqa=self._heads(query) != self._heads(key), layout=self.layout, input_layout=self.input_layout,
+            enable_gqa=True, layout=self.layout, input_layout=self.input_layout,
             cu_seqlens=cu_seqlens, window_size=self.window_size, seq_lens=seq_lens, query_lens=query_lens,
             group=self.group,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result
-
-    def _heads(self, tensor: torch.Tensor) -> int:
-        """How many heads a tensor has; 0 if it has too few dimensions, which ring_attention refuses."""
-        return tensor.shape[self.input_layout.index("h")] if tensor.dim() == 4 else 0
 
     def extra_repr(self) -> str:
         shown = [f"is_causal={self.is_causal}", f"layout={self.layout!r}", f"input_layout={self.input_layout!r}"]

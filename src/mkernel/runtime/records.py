@@ -16,6 +16,7 @@ MAX_CTAS = context.MAX_CTAS.value
 PER_CTA = 2  # records
 COUNT = PER_CTA * MAX_CTAS  # records of a group
 WORDS = context.RECORD_WORDS.value
+CLAIMED = context.CLAIMED.value
 RECORDED = context.RECORDED.value  # the word of a table that says whether it has records
 
 OPS: list[str] = []  # by number, see `number_of`
@@ -150,7 +151,7 @@ def take_refusal(table: torch.Tensor) -> RoutingError | None:
     if refused is None:
         return None
     reason, op, _, _, _, _, peer, _, seen, expected = rows[refused, :10].tolist()
-    rows[refused, 0] = 0
+    rows[refused, 0] = rows[refused, CLAIMED] = 0
     if reason == signals.OVER_CAPACITY.value:
         return CapacityError(
             f"{OPS[op]}: {seen} rows go to rank {peer}, whose capacity is {expected}; increase it. "

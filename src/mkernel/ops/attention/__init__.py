@@ -186,6 +186,7 @@ def ring_attention(
     library.refuse_transforms(query=query, key=key, value=value)
     if library.needs_dispatcher(query, key, value, out):
         library.refuse_out_with_gradients(out, query, key, value)
+        registration.refuse_options(scale, softcap, layout)
         packed = registration.packed(cu_seqlens, window_size, seq_lens, query_lens)
         arguments = (query, key, value, is_causal, scale, softcap, enable_gqa, layout, *packed)
         result, lse = registration.call(arguments, group, config, out)

@@ -57,7 +57,7 @@ def lengths_of(
         packed: positions of all documents together, if there are documents.
     """
     size = group.size
-    if given == (None, None):
+    if given[0] is None and given[1] is None:
         whole = size * length if packed is None or layout != "zigzag" else packed
         most = whole if layout == "zigzag" else max(whole, size * rows)
         if most >= 2**31:

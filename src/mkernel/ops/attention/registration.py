@@ -15,8 +15,8 @@ import torch
 from mkernel.ops import library
 from mkernel.ops.attention.backward import ring_attention_backward
 from mkernel.ops.attention.lengths import counts_of
-from mkernel.ops.attention.run import result_shape, ring_attention
-from mkernel.ops.attention.sequences import Counts, Documents, boundaries_of, pair_of
+from mkernel.ops.attention.run import check_layout, check_scoring, result_shape, ring_attention
+from mkernel.ops.attention.sequences import Counts, Documents, Scoring, boundaries_of, pair_of
 from mkernel.runtime.config import Config
 
 Numbers = Sequence[int] | None  # an encoded configuration, a window, or lengths
@@ -25,6 +25,14 @@ OPTIONS = (
     "int[]? seq_lens, int[]? query_lens, str group"
 )
 PARAMETERS = f"Tensor query, Tensor key, Tensor value, {OPTIONS}"
+
+
+def refuse_options(scale: Any, softcap: Any, layout: Any) -> None:
+    """Refuse options as in calls without gradients: PyTorch would refuse those of another type in its own words. Not
+    while a graph is traced: then they may be symbols."""
+    if not torch.compiler.is_compiling():
+        check_scoring(Scoring(scale, softcap))
+        check_layout(layout)
 
 
 def packed(documents: Documents, window_size: Any, seq_lens: Counts, query_lens: Counts) -> tuple[Any, ...]:

@@ -123,7 +123,7 @@ def refuse_mask_and_dropout(attn_mask: Any, dropout_p: Any) -> None:
 
 
 def check_input_layout(input_layout: Any) -> None:
-    if input_layout not in INPUT_LAYOUTS:
+    if input_layout not in tuple(INPUT_LAYOUTS):
         raise ArgumentError(f"input_layout must be one of {', '.join(map(repr, INPUT_LAYOUTS))}; got {input_layout!r}")
 
 
@@ -135,6 +135,11 @@ def heads_first(input_layout: str, *tensors: torch.Tensor | None) -> Any:
     for name, tensor in zip(("query", "key", "value", "out"), tensors):
         if isinstance(tensor, torch.Tensor) and tensor.dim() != 4:
             raise ArgumentError(f"{name} must be {INPUT_LAYOUTS[input_layout]}, got shape {tuple(tensor.shape)}")
+    query, _, value, out = tensors
+    if isinstance(query, torch.Tensor) and isinstance(value, torch.Tensor) and isinstance(out, torch.Tensor):
+        shape = result_shape(query, value)
+        if out.shape != shape:  # `check` would name it in another order of dimensions than the caller's
+            raise ArgumentError(f"out has shape {tuple(out.shape)}, but the result has {shape}")
     return [tensor.transpose(1, 2) if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
 
 
@@ -170,9 +175,9 @@ def are_alike(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bo
 
 
 def check_config(config: Config | None, op: str) -> None:
-    """Reject fields that no attention operator uses."""
+    """Reject fields that the operator does not use."""
     planning.check_given(config)
-    for name in ("tile_k", "group_m", "join_tiles"):
+    for name in ("tile_k", "group_m", "join_tiles", *(() if op == "ring_attention" else ("team_ctas",))):
         if config is not None and getattr(config, name) is not None:
             raise ArgumentError(f"config.{name} does not apply to {op}: leave it unset")
     if config is not None and config.steps == 0:
@@ -224,13 +229,21 @@ def check_options(
             )
         if key.shape[1] == 0 or heads % key.shape[1]:
             raise ArgumentError(f"query has {heads} heads, which is not a multiple of key's {key.shape[1]}")
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+    check_layout(layout)
     if layout == "zigzag" and query.shape[2] != length:
         raise ArgumentError(
             f"query has {query.shape[2]} positions on each rank and key has {length}: layout='zigzag' needs as many "
             f"queries as keys; layout='contiguous' does not"
         )
+    check_scoring(scoring)
+
+
+def check_layout(layout: Any) -> None:
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+
+
+def check_scoring(scoring: Scoring) -> None:
     scale, softcap = scoring
     if scale is not None and not is_scale(scale):
         raise ArgumentError(

@@ -204,11 +204,11 @@ def pattern_of(
 
 
 def pair_of(window_size: Any) -> tuple[int, int] | None:
-    """How many positions before and after its own a position sees, as integers."""
+    """How many positions before and after its own a position sees, as integers of 64 bits: no sequence has so many."""
     if window_size is None:
         return None
     try:
-        before, after = (operator.index(count) for count in window_size)
+        before, after = (min(operator.index(count), 2**62) for count in window_size)
     except (TypeError, ValueError) as problem:
         raise ArgumentError(
             f"window_size must be a pair of integers, how many positions before and after its own a position sees; got "
@@ -280,6 +280,11 @@ def to_zigzag(sequence: torch.Tensor, *, dim: int = 2, group: Group | None = Non
     There is no communication.
     """
     group = current(group)
+    if not isinstance(sequence, torch.Tensor) or not -sequence.dim() <= dim < sequence.dim():
+        raise ArgumentError(
+            f"sequence must be a tensor with a dimension {dim} (dim), along which it is divided; got "
+            f"{tuple(sequence.shape) if isinstance(sequence, torch.Tensor) else type(sequence).__name__}"
+        )
     pieces = zigzag_pieces(sequence.shape[dim], group.size)
     mine = (pieces[group.rank], pieces[2 * group.size - 1 - group.rank])
     return torch.cat([sequence.narrow(dim, start, count) for start, count in mine], dim)
@@ -287,8 +292,10 @@ def to_zigzag(sequence: torch.Tensor, *, dim: int = 2, group: Group | None = Non
 
 def from_zigzag(parts: Sequence[torch.Tensor], *, dim: int = 2) -> torch.Tensor:
     """The whole sequence, given the parts of all ranks in the zigzag layout, in rank order."""
-    if not parts:
-        raise ArgumentError("parts must hold one part per rank; got none")
+    parts = tuple(parts)
+    if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+        got = ", ".join(sorted({type(part).__name__ for part in parts})) or "none"
+        raise ArgumentError(f"parts must hold one part per rank, each a tensor; got {got}")
     if any(not -part.dim() <= dim < part.dim() for part in parts):
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
         raise ArgumentError(f"parts must have a dimension {dim} (dim), along which they are joined; got {shapes}")

@@ -24,9 +24,14 @@ class State(NamedTuple):
 @triton.jit
 def cap_scores(call, scores):
     """Products of queries and keys, or what takes their place: with SOFTCAP, the tanh of each, which is between -1 and
-    1. `call.scale` makes scores of either."""
+    1. `call.scale` makes scores of either. So a cap that is large against the scores multiplies the error of tanh: near
+    zero, where the formula with the exponential loses digits, a polynomial takes its place."""
     if call.SOFTCAP:
-        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * call.cap_scale))
+        exponent = scores * call.cap_scale
+        x = exponent * 0.34657359027997264  # log(2) / 2
+        square = x * x
+        near_zero = x + x * square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315)))
+        scores = tl.where(tl.abs(x) < 0.2, near_zero, 1.0 - 2.0 / (1.0 + tl.exp2(exponent)))
     return scores
 
 
