@@ -173,6 +173,8 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
     (("--layer", "attention", "--causal"), "not possible with --layer"),
     (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
+    (("--calibrate", "x.json", "--html", "x.html"), "not possible with --calibrate, which only measures"),
+    (("--calibrate", "x.json", "--causal"), "not possible with --calibrate, which only measures"),
     (("all_gather_matmul", "--calibrate", "x.json"), "only measures; predict with --machine x.json afterwards"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):

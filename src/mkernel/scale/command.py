@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,12 +104,14 @@ def divisible(
     return kept, f"left out: {', '.join(map(str, left))} nodes: {why}" if left else ""
 
 
-def predictions(asked: Asked, progress: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
+def predictions(asked: Asked, progress: Callable[[int, int], None] = lambda nodes, tried: None) -> list[Prediction]:
+    """progress: called with the number of nodes that comes next, and with how many configurations were tried there."""
     found = []
     for nodes in asked.nodes:
-        progress(nodes)
+        tried = itertools.count()
 
         def again(config: Config | None, timeline: bool = False) -> Prediction:
+            progress(nodes, next(tried))
             return predict_late(
                 asked.late, asked.operator, asked.shape_on(nodes), machine=asked.machine, nodes=nodes,
                 gpus_per_node=asked.gpus_per_node, dtype=asked.dtype, options=asked.options, config=config,
@@ -128,15 +132,29 @@ def with_timeline(asked: Asked, one: Prediction) -> Prediction:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, nodes: Sequence[int]) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on stderr, if that is a terminal, for these numbers of nodes. Yields a function to call with the
+    number that comes next, and a note. The time is about proportional to the number."""
+    bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    terminal = Console(stderr=True)
+    with Progress(*bar, console=terminal, transient=True, disable=not terminal.is_terminal) as shown:
+        # with a single number, it is unknown how much is done: the bar pulses
+        task = shown.add_task(what, total=sum(nodes) if len(nodes) > 1 else None)
+
+        def show(number: int, note: str = "") -> None:
+            done = sum(nodes[: nodes.index(number)])
+            shown.update(task, description=f"{what}: {number} nodes{note}", completed=done)
+
+        yield show
+
+
 def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> list[Prediction]:
     """Predict, with a progress bar, and print the figures."""
-    bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    progress = Console(stderr=True)
-    with Progress(*bar, console=progress, transient=True, disable=not progress.is_terminal) as shown:
-        task = shown.add_task(asked.operator.name, total=len(asked.nodes))
+    with progress_bar(asked.operator.name, asked.nodes) as show:
 
-        def show_progress(nodes: int) -> None:
-            shown.update(task, description=f"{asked.operator.name}: {nodes} nodes", completed=asked.nodes.index(nodes))
+        def show_progress(nodes: int, tried: int) -> None:
+            show(nodes, f", configuration {tried}" if asked.search else "")
 
         found = predictions(asked, show_progress)
     if as_json:
@@ -145,7 +163,12 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
         _print(asked, found, console)
     if html is not None:
         few = [one for one in found if one.nodes <= MOST_NODES] or found[:1]
-        timelines = [with_timeline(asked, one) for one in (few[0], few[-1])[: len(few)]]
+        ends = (few[0], few[-1])[: len(few)]
+        timelines = []
+        with progress_bar("critical path", [one.nodes for one in ends]) as show:
+            for one in ends:
+                show(one.nodes, "")
+                timelines.append(with_timeline(asked, one))
         about = f"{asked.machine.name}: {asked.machine.summary}"
         html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", about, found, timelines))
     return found
@@ -177,8 +200,10 @@ def run_layer(
 ) -> list[Sum]:  # fmt: skip
     """Predict a layer, and print the figures."""
     found = []
-    for number in nodes:
-        found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
+    with progress_bar(name, nodes) as show:
+        for number in nodes:
+            show(number, "")
+            found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
     if as_json:
         print(json.dumps({"machine": machine.name, "results": [one.to_dict() for one in found]}, indent=2))
         return found
