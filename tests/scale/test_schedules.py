@@ -1,5 +1,6 @@
 """The model takes the steps that the kernels take, in their order: seen in traces of the simulator, CTA by CTA."""
 
+import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from support.reduce_reference import choose
 from support.workloads import workload_of
 
 import mkernel as mk
@@ -69,13 +71,13 @@ HOPPER = [
 FFN = Call("moe_ffn", (32, 16, 16), dict(experts=2, topk=3))
 
 
-def traced(call, cluster, replace=None, dtype=torch.float32, capability=None):
-    """(plan, trace) of a call in the simulator."""
+def traced(call, cluster, replace=None, dtype=torch.float32, capability=None, always=False):
+    """(plan, trace) of a call in the simulator. always: it takes its configuration in one node, too."""
     nodes, gpus = cluster
 
     def on_rank(group):
         made = workload_of(call.op).make(group, call.shape(group.size), dtype, **call.options)
-        config = call.config if nodes > 1 else None
+        config = call.config if nodes > 1 or always else None
         plan = made.tried.explain(config)
         with mk.trace() as trace:
             made.run(config)
@@ -155,6 +157,34 @@ def test_every_step_of_every_cta(call, cluster, posted):
     engine = modelled(call, cluster, plan)
     assert steps_of(engine, plan) == events_of(trace, cluster)
     assert (engine.network.requests, posted) == requests_of(trace, cluster)
+
+
+FEW_ROWS = mk.Config(tile_m=16, tile_n=16, tile_k=16, team_ctas=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("op", "rows", "ctas"), [
+    ("all_gather_matmul", 17, 8), ("all_gather_matmul", 5, 32), ("matmul_reduce_scatter", 17, 8),
+    ("matmul_reduce_scatter", 5, 32),
+])  # fmt: skip
+def test_every_step_of_the_kernels_for_few_rows(op, rows, ctas, ranks):
+    """CTAs that compute several tiles each, alone, and teams of two with a tile at most."""
+    call, cluster = Call(op, (rows, 48, 32), config=FEW_ROWS, ctas=ctas), (1, ranks)
+    plan, trace = traced(call, cluster, always=True)
+    assert plan.few_rows
+    assert steps_of(modelled(call, cluster, plan), plan) == events_of(trace, cluster)
+    other = dataclasses.replace(plan, config=dataclasses.replace(plan.config, team_ctas=3 - plan.config.team_ctas))
+    assert steps_of(modelled(call, cluster, other), other) != events_of(trace, cluster)
+
+
+def test_every_step_of_an_all_reduce_in_slices(monkeypatch):
+    choose("sliced", monkeypatch)
+    call = Call("matmul_all_reduce", (33, 200, 32), config=mk.Config(tile_m=16, tile_n=128, tile_k=16), ctas=8)
+    plan, trace = traced(call, (1, 2), always=True)
+    assert plan.sliced
+    assert steps_of(modelled(call, (1, 2), plan), plan) == events_of(trace, (1, 2))
+    for steps in events_of(trace, (1, 2)).values():
+        assert [kind for kind, _ in steps] == ["tile", "push", "reduce", "gather"]
 
 
 def whose_tiles(trace):
