@@ -133,16 +133,31 @@ def requests_of(trace, cluster):
     return len(sent), {offset: size for offset, size in targets.items() if size}
 
 
+def nodes_in_order(trace, cluster):
+    """How many nodes on the requests go, in the order in which they were posted."""
+    nodes, gpus = cluster
+    sent = sorted((one for one in trace.transfers if one.source == RANK), key=lambda one: one.ticket)
+    return [(one.target - RANK) // gpus % nodes for one in sent]
+
+
+class Posted(Counter[int]):
+    """Bytes, by how many nodes on they go. order: of the requests."""
+
+    order: list[int]
+
+
 @pytest.fixture
 def posted(monkeypatch):
-    """Bytes that the model sends, by how many nodes on they go."""
-    found: Counter[int] = Counter()
+    """What the model sends."""
+    found = Posted()
+    found.order = []
     send = Network.send
 
     def sends(self, at, nbytes, offset):
         sizes, offsets = (np.broadcast_to(each, np.shape(at)).ravel().tolist() for each in (nbytes, offset))
         for size, each in zip(sizes, offsets):
             found[each] += size
+        found.order += offsets
         return send(self, at, nbytes, offset)
 
     monkeypatch.setattr(Network, "send", sends)
@@ -157,6 +172,17 @@ def test_every_step_of_every_cta(call, cluster, posted):
     engine = modelled(call, cluster, plan)
     assert steps_of(engine, plan) == events_of(trace, cluster)
     assert (engine.network.requests, posted) == requests_of(trace, cluster)
+
+
+def test_in_which_order_requests_go_to_nodes(posted):
+    """Those of the only CTA that sends: by how many nodes on they go. A kernel with another order is seen."""
+    cluster = (4, 2)
+    plan, trace = traced(GATHER, cluster)
+    modelled(GATHER, cluster, plan)
+    assert len(posted.order) == plan.chunks * 3
+    assert posted.order == nodes_in_order(trace, cluster)
+    _, trace = traced(GATHER, cluster, {gather_order.destination_at: nearest_node_first})
+    assert posted.order != nodes_in_order(trace, cluster)
 
 
 FEW_ROWS = mk.Config(tile_m=16, tile_n=16, tile_k=16, team_ctas=2)
@@ -314,6 +340,11 @@ def test_stages_of_the_mixture_of_experts(call, cluster, posted):
 @triton.jit
 def forwarded_backwards(item, chunks, NODES: triton.language.constexpr):
     return chunks - 1 - item % chunks, item // chunks
+
+
+@triton.jit
+def nearest_node_first(turn, NODES: triton.language.constexpr):
+    return turn
 
 
 @triton.jit
