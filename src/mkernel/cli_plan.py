@@ -79,12 +79,9 @@ def plan(
     """
     if calibrate is not None:
         if op is not None or layer is not None:
-            what = f"only measures; predict with --machine {calibrate} afterwards"
-            raise typer.BadParameter(what, param_hint="--calibrate")
-        _refuse(said, "not possible with --calibrate, which only measures", **{
-            "--gpus-per-node": gpus_per_node, "--nic": nic, "--search": search, "--late": late, "--json": json,
-            "--html": html,
-        })  # fmt: skip
+            _refuse({}, f"only measures; predict with --machine {calibrate} afterwards", **{"--calibrate": True})
+        given = {"--gpus-per-node": gpus_per_node, "--nic": nic, "--search": search, "--late": late, "--json": json}
+        _refuse(said, "not possible with --calibrate, which only measures", **given, **{"--html": html})
         _calibrate(calibrate, machine)
         return
     if layer is None and op is None:
@@ -115,8 +112,7 @@ def plan(
     console = Console(highlight=False)
     weak, lenient = scaling is Scaling.weak, ":" in nodes
     if layer is not None:
-        if shape:
-            raise typer.BadParameter("the shape of a layer is the only argument", param_hint="SHAPE")
+        _refuse({}, "the shape of a layer is the only argument", SHAPE=shape)
         _refuse(said, "not possible with --layer", **{"--search": search, "--late": late, "--html": html})
         try:
             sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape

@@ -57,6 +57,18 @@ def test_strong_scaling_with_another_network_and_the_best_configuration():
     assert "ConnectX-7" not in result.output
 
 
+def test_what_does_not_fit_into_memory():
+    """Weak scaling that no GPU could run: each gathers the rows of all."""
+    arguments = ("all_gather_matmul", "65536x2048x8192", "--nodes", "2,64,128")
+    assert "of a GPU: 155 GB on 128 nodes." in words(run(*arguments))
+    found = json.loads(run(*arguments, "--json").stdout)["results"]
+    # the rows of all ranks twice, for two calls in flight; this rank's, the weight and the result
+    rows, own = 65536 * 64, 65536 // 16
+    expected = 2 * (2 * rows * 8192 + own * 8192 + 2048 * 8192 + rows * 2048)
+    assert found[2]["memory_gb"] == pytest.approx(expected / 1e9, rel=0.01)
+    assert "not fit" not in run("all_gather_matmul", "65536x2048x8192", "--nodes", "2,64").output
+
+
 def test_a_late_rank():
     result = run("matmul_reduce_scatter", "65536x8192x16384", "--nodes", "2", "--late", "2000", "--json")
     assert result.exit_code == 0, result.output

@@ -4,13 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from mkernel import operators
+from mkernel.runtime.world import Links
+from mkernel.scale.cluster import member, memory_of
 from mkernel.scale.machine import load
 from mkernel.scale.predict import predict, predict_late
 from mkernel.scale.validation import ASIDE, median, points
 
 TEXT = (Path(__file__).parents[2] / "docs/scale.md").read_text()
 NODES = (2, 4, 8, 16, 64, 256, 1024)
+MACHINE = load("h200-cx7")
 MASK = {"causal": True, "zigzag": True}
 EXPERTS = {"experts": 16, "topk": 8}
 # by operator: shape on one node, which of its numbers grow with the nodes, the shape for strong scaling, and options
@@ -53,6 +58,18 @@ def test_predictions(op, scaling, network):
         assert cell == f"{one.fraction:.2f} {one.bound.removesuffix(' CTAs')}, {one.speedup:.2f}x", nodes
 
 
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "ring_attention_backward"])
+def test_what_fits_into_memory(op):
+    cells = []
+    for nodes in (16, 64, 128, 256, 1024):
+        with member(nodes, 8, 0, ctas=132, capability=90, links=Links()) as group:
+            held = memory_of(
+                group, operators.find(op), shape_on(op, nodes, "weak"), torch.bfloat16, CALLS[op][3], None
+            )  # fmt: skip
+        cells.append(f"**{held / 1e9:.0f}**" if held > MACHINE.capacity else f"{held / 1e9:.0f}")
+    assert f"| `{op}` | {' | '.join(cells)} |" in TEXT
+
+
 def test_the_table_of_measured_figures():
     rows = [[cell.strip() for cell in line.split("|")] for line in TEXT.splitlines() if line.count("|") == 8]
     for one in points():
@@ -72,7 +89,6 @@ def test_held_out_rows_of_which_no_part_was_measured():
     assert f"For the {len(errors)} remaining rows, {figures}" in TEXT
 
 
-MACHINE = load("h200-cx7")
 CHANGES = {
     "as it is": {},
     "any number of requests in flight, instead of 768": {"in_flight": 10**6},

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from mkernel import tables
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.world import Links
+from mkernel.scale.cluster import member, memory_of
 from mkernel.scale.layers import Sum, layer_on, shape_on
 from mkernel.scale.machine import Machine
 from mkernel.scale.page import COLUMNS, page, row_of
@@ -121,8 +123,29 @@ def predictions(asked: Asked, progress: Callable[[int, int], None] = lambda node
         one = again(None)
         if asked.search:
             one = best(one, again, asked.machine.sms, asked.machine.capability)
-        found.append(one)
+        found.append(replace(one, held=_memory_of(asked, one)))
     return found
+
+
+def _memory_of(asked: Asked, one: Prediction) -> int:
+    """Bytes that the call holds on a GPU."""
+    machine = asked.machine
+    with member(
+        one.nodes, one.gpus_per_node, 0, ctas=machine.sms, capability=machine.capability, links=Links()
+    ) as group:  # fmt: skip
+        return memory_of(group, asked.operator, one.shape, one.dtype, one.options, one.config)
+
+
+def too_large(machine: Machine, found: Sequence[Prediction]) -> str:
+    """Which calls do not fit into the memory of a GPU, in words; "" if all do."""
+    large = [one for one in found if 0 < machine.capacity < one.held]
+    if not large:
+        return ""
+    sizes = ", ".join(f"{one.held / 1e9:.0f} GB on {one.nodes} nodes" for one in large)
+    return (
+        f"Some calls could not run: operands, result and workspace do not fit into the {machine.capacity / 1e9:.0f} GB "
+        f"of a GPU: {sizes}."
+    )
 
 
 def with_timeline(asked: Asked, one: Prediction) -> Prediction:
@@ -170,6 +193,7 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
                 show(one.nodes, "")
                 timelines.append(with_timeline(asked, one))
         about = f"{asked.machine.name}: {asked.machine.summary}"
+        about = " ".join(filter(None, [about, too_large(asked.machine, found)]))
         html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", about, found, timelines))
     return found
 
@@ -182,6 +206,8 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
     tables.show(table, console)
     console.print(escape(f"{asked.machine.name}: {asked.machine.summary}"), soft_wrap=True)
+    if large := too_large(asked.machine, found):
+        console.print(large, soft_wrap=True)
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
