@@ -79,8 +79,9 @@ def plan(
     """
     if calibrate is not None:
         if op is not None or layer is not None:
-            what = f"only measures; predict with --machine {calibrate} afterwards"
-            raise typer.BadParameter(what, param_hint="--calibrate")
+            _refuse({}, f"only measures; predict with --machine {calibrate} afterwards", **{"--calibrate": True})
+        given = {"--gpus-per-node": gpus_per_node, "--nic": nic, "--search": search, "--late": late, "--json": json}
+        _refuse(said, "not possible with --calibrate, which only measures", **given, **{"--html": html})
         _calibrate(calibrate, machine)
         return
     if layer is None and op is None:
@@ -111,7 +112,8 @@ def plan(
     console = Console(highlight=False)
     weak, lenient = scaling is Scaling.weak, ":" in nodes
     if layer is not None:
-        _check_layer(said, **{"SHAPE": shape, "--search": search, "--late": late, "--html": html})
+        _refuse({}, "the shape of a layer is the only argument", SHAPE=shape)
+        _refuse(said, "not possible with --layer", **{"--search": search, "--late": late, "--html": html})
         try:
             sizes = layers.parse(layer, op)  # without an operator, the first argument is the shape
             numbers, note = divisible(
@@ -156,12 +158,11 @@ def plan(
         run(asked, as_json=json, html=html, console=console)
 
 
-def _check_layer(said: Said, **given: object) -> None:
-    """Reject options that do not apply to a layer."""
+def _refuse(said: Said, why: str, **given: object) -> None:
+    """Reject options that do not apply, if they were given."""
     flags = [name for name, value in given.items() if value] + ["--" + name.replace("_", "-") for name in said]
     if flags:
-        what = "the shape of a layer is the only argument" if flags[0] == "SHAPE" else "not possible with --layer"
-        raise typer.BadParameter(what, param_hint=flags[0])
+        raise typer.BadParameter(why, param_hint=flags[0])
 
 
 def _note(text: str) -> None:

@@ -57,6 +57,18 @@ def test_strong_scaling_with_another_network_and_the_best_configuration():
     assert "ConnectX-7" not in result.output
 
 
+def test_what_does_not_fit_into_memory():
+    """Weak scaling that no GPU could run: each gathers the rows of all."""
+    arguments = ("all_gather_matmul", "65536x2048x8192", "--nodes", "2,64,128")
+    assert "of a GPU: 155 GB on 128 nodes." in words(run(*arguments))
+    found = json.loads(run(*arguments, "--json").stdout)["results"]
+    # the rows of all ranks twice, for two calls in flight; this rank's, the weight and the result
+    rows, own = 65536 * 64, 65536 // 16
+    expected = 2 * (2 * rows * 8192 + own * 8192 + 2048 * 8192 + rows * 2048)
+    assert found[2]["memory_gb"] == pytest.approx(expected / 1e9, rel=0.01)
+    assert "not fit" not in run("all_gather_matmul", "65536x2048x8192", "--nodes", "2,64").output
+
+
 def test_a_late_rank():
     result = run("matmul_reduce_scatter", "65536x8192x16384", "--nodes", "2", "--late", "2000", "--json")
     assert result.exit_code == 0, result.output
@@ -173,6 +185,8 @@ def test_what_does_not_divide_is_left_out_of_a_range(arguments, kept, left):
     (("--layer", "attention", "--causal"), "not possible with --layer"),
     (("--layer", "mlp", "--dtype", "fp32"), "has no rates for float32"),
     (("all_gather_matmul", "--causal"), "has no such option"),
+    (("--calibrate", "x.json", "--html", "x.html"), "not possible with --calibrate, which only measures"),
+    (("--calibrate", "x.json", "--causal"), "not possible with --calibrate, which only measures"),
     (("all_gather_matmul", "--calibrate", "x.json"), "only measures; predict with --machine x.json afterwards"),
 ])  # fmt: skip
 def test_mistakes(arguments, expected):
@@ -221,3 +235,11 @@ def test_short_pieces_join_their_neighbours():
 def test_options_are_those_of_operators_that_can_be_planned():
     assert "--zigzag" in run("--help").output
     assert "--quantize" not in run("--help").output
+
+
+def test_a_kernel_without_a_rate():
+    """The Gluon kernel for gradients of attention has not run on a GPU: its time would be a guess."""
+    assert "--gluon" not in run("--help").output
+    assert "No such option: --gluon" in words(run("ring_attention_backward", "--nodes", "1", "--gluon"))
+    with pytest.raises(ArgumentError, match="has not run on a GPU, so there is no rate"):
+        predict("ring_attention_backward", (1, 16, 65536, 128), machine=load("h200-cx7"), nodes=2, options={"gluon": 1})

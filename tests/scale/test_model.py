@@ -20,7 +20,7 @@ from mkernel.ops.reduce.model import _Scatter
 from mkernel.ops.reduce.reduce_scatter import order as scatter_order
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.world import Links
-from mkernel.scale.cluster import member, plan_of
+from mkernel.scale.cluster import member, memory_of, plan_of
 from mkernel.scale.engine import Engine, Lanes, Link, Network, Shares, serve
 from mkernel.scale.evaluate import on_arrays
 from mkernel.scale.machine import Machine, load, names, save, shared
@@ -155,6 +155,8 @@ def test_every_operator_on_many_nodes(op, machine):
         found = predict(op, shape, machine=machine, nodes=nodes, options=options)
         assert 0 < found.floor <= found.seconds
         assert found.bound in (*found.loads, "latency")
+        with member(nodes, 8, 0, ctas=132, capability=90, links=Links()) as group:
+            assert memory_of(group, operator, shape, torch.bfloat16, options, None) > 0
         assert sum(found.spent.values()) == pytest.approx(1.0)
         times.append(found.seconds)
     assert times == sorted(times)
@@ -291,6 +293,20 @@ def test_many_nodes_with_enough_rows(op, nic):
     """At least 0.80 of the floor on 16 nodes and 0.70 on 128, with 32768 rows for each node."""
     assert fraction_with_enough_rows(op, nic, 16) > 0.80
     assert fraction_with_enough_rows(op, nic, 128) > 0.70
+
+
+@pytest.mark.parametrize(("op", "expected"), [("all_gather_matmul", 0.87), ("matmul_reduce_scatter", 0.89)])
+def test_128_nodes_with_as_many_rows_as_fit(op, expected, machine):
+    """Those of the goal do not."""
+    m, n, k = ROWS[op]
+    k = 128 * k if op == "matmul_reduce_scatter" else k
+    with member(128, 8, 0, ctas=132, capability=90, links=Links()) as group:
+        goal, fitting = (
+            memory_of(group, operators.find(op), (rows * 128, n, k), torch.bfloat16, {}, None) for rows in (m, 24576)
+        )
+    assert fitting < machine.capacity < goal
+    found = predict(op, (24576 * 128, n, k), machine=machine, nodes=128)
+    assert round(found.fraction, 2) == expected
 
 
 @pytest.mark.parametrize("op", ROWS)

@@ -1,5 +1,6 @@
 """The model takes the steps that the kernels take, in their order: seen in traces of the simulator, CTA by CTA."""
 
+import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from support.reduce_reference import choose
 from support.workloads import workload_of
 
 import mkernel as mk
@@ -69,13 +71,13 @@ HOPPER = [
 FFN = Call("moe_ffn", (32, 16, 16), dict(experts=2, topk=3))
 
 
-def traced(call, cluster, replace=None, dtype=torch.float32, capability=None):
-    """(plan, trace) of a call in the simulator."""
+def traced(call, cluster, replace=None, dtype=torch.float32, capability=None, always=False):
+    """(plan, trace) of a call in the simulator. always: it takes its configuration in one node, too."""
     nodes, gpus = cluster
 
     def on_rank(group):
         made = workload_of(call.op).make(group, call.shape(group.size), dtype, **call.options)
-        config = call.config if nodes > 1 else None
+        config = call.config if nodes > 1 or always else None
         plan = made.tried.explain(config)
         with mk.trace() as trace:
             made.run(config)
@@ -131,16 +133,31 @@ def requests_of(trace, cluster):
     return len(sent), {offset: size for offset, size in targets.items() if size}
 
 
+def nodes_in_order(trace, cluster):
+    """How many nodes on the requests go, in the order in which they were posted."""
+    nodes, gpus = cluster
+    sent = sorted((one for one in trace.transfers if one.source == RANK), key=lambda one: one.ticket)
+    return [(one.target - RANK) // gpus % nodes for one in sent]
+
+
+class Posted(Counter[int]):
+    """Bytes, by how many nodes on they go. order: of the requests."""
+
+    order: list[int]
+
+
 @pytest.fixture
 def posted(monkeypatch):
-    """Bytes that the model sends, by how many nodes on they go."""
-    found: Counter[int] = Counter()
+    """What the model sends."""
+    found = Posted()
+    found.order = []
     send = Network.send
 
     def sends(self, at, nbytes, offset):
         sizes, offsets = (np.broadcast_to(each, np.shape(at)).ravel().tolist() for each in (nbytes, offset))
         for size, each in zip(sizes, offsets):
             found[each] += size
+        found.order += offsets
         return send(self, at, nbytes, offset)
 
     monkeypatch.setattr(Network, "send", sends)
@@ -155,6 +172,45 @@ def test_every_step_of_every_cta(call, cluster, posted):
     engine = modelled(call, cluster, plan)
     assert steps_of(engine, plan) == events_of(trace, cluster)
     assert (engine.network.requests, posted) == requests_of(trace, cluster)
+
+
+def test_in_which_order_requests_go_to_nodes(posted):
+    """Those of the only CTA that sends: by how many nodes on they go. A kernel with another order is seen."""
+    cluster = (4, 2)
+    plan, trace = traced(GATHER, cluster)
+    modelled(GATHER, cluster, plan)
+    assert len(posted.order) == plan.chunks * 3
+    assert posted.order == nodes_in_order(trace, cluster)
+    _, trace = traced(GATHER, cluster, {gather_order.destination_at: nearest_node_first})
+    assert posted.order != nodes_in_order(trace, cluster)
+
+
+FEW_ROWS = mk.Config(tile_m=16, tile_n=16, tile_k=16, team_ctas=2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("op", "rows", "ctas"), [
+    ("all_gather_matmul", 17, 8), ("all_gather_matmul", 5, 32), ("matmul_reduce_scatter", 17, 8),
+    ("matmul_reduce_scatter", 5, 32),
+])  # fmt: skip
+def test_every_step_of_the_kernels_for_few_rows(op, rows, ctas, ranks):
+    """CTAs that compute several tiles each, alone, and teams of two with a tile at most."""
+    call, cluster = Call(op, (rows, 48, 32), config=FEW_ROWS, ctas=ctas), (1, ranks)
+    plan, trace = traced(call, cluster, always=True)
+    assert plan.few_rows
+    assert steps_of(modelled(call, cluster, plan), plan) == events_of(trace, cluster)
+    other = dataclasses.replace(plan, config=dataclasses.replace(plan.config, team_ctas=3 - plan.config.team_ctas))
+    assert steps_of(modelled(call, cluster, other), other) != events_of(trace, cluster)
+
+
+def test_every_step_of_an_all_reduce_in_slices(monkeypatch):
+    choose("sliced", monkeypatch)
+    call = Call("matmul_all_reduce", (33, 200, 32), config=mk.Config(tile_m=16, tile_n=128, tile_k=16), ctas=8)
+    plan, trace = traced(call, (1, 2), always=True)
+    assert plan.sliced
+    assert steps_of(modelled(call, (1, 2), plan), plan) == events_of(trace, (1, 2))
+    for steps in events_of(trace, (1, 2)).values():
+        assert [kind for kind, _ in steps] == ["tile", "push", "reduce", "gather"]
 
 
 def whose_tiles(trace):
@@ -284,6 +340,11 @@ def test_stages_of_the_mixture_of_experts(call, cluster, posted):
 @triton.jit
 def forwarded_backwards(item, chunks, NODES: triton.language.constexpr):
     return chunks - 1 - item % chunks, item // chunks
+
+
+@triton.jit
+def nearest_node_first(turn, NODES: triton.language.constexpr):
+    return turn
 
 
 @triton.jit

@@ -6,7 +6,7 @@ No rank runs, and tensors have a shape and a dtype, but no memory. So this takes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from mkernel.compiling import PretendedGpu, pretending
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
+from mkernel.runtime.layout import WORD
 from mkernel.runtime.topology import Topology
 from mkernel.runtime.world import Links
 
@@ -32,6 +33,25 @@ class _Addresses(TorchFunctionMode):
             tensor = args[0]
             return (tensor.untyped_storage()._cdata << 44) + tensor.storage_offset() * tensor.element_size()
         return func(*args, **(kwargs or {}))
+
+
+class _Allocations(TorchFunctionMode):
+    """Counts the bytes of tensors that are made."""
+
+    nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.empty:
+            self.nbytes += made.nbytes
+        return made
+
+
+class _WorkspaceWanted(Exception):
+    """A call that is prepared has asked for a workspace of `nbytes`."""
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
 
 
 class _Same:
@@ -75,6 +95,15 @@ class _Member(Group):
     def _check_usable(self) -> None:
         pass
 
+    def planned(self, key: Hashable, make: Callable[[], Any], kept: int = 0) -> Any:
+        return make()
+
+    def keep_if_captured(self, used: Any) -> None:
+        pass
+
+    def workspace(self, op: str, signal_words: int, half_bytes: int) -> Any:
+        raise _WorkspaceWanted(signal_words * WORD + 2 * half_bytes)
+
     def agree(self, what: str, **values: Hashable) -> None:
         pass
 
@@ -94,3 +123,17 @@ def plan_of(
 ) -> Any:  # fmt: skip
     """The plan that a call of an operator would take."""
     return operator.load("workload").make(group, shape, dtype, **options).tried.explain(config)
+
+
+def memory_of(
+    group: Group, operator: Operator, shape: Shape, dtype: torch.dtype, options: Mapping[str, Any],
+    config: Config | None,
+) -> int:  # fmt: skip
+    """Bytes of the operands, the result and the workspace of a call on a GPU."""
+    with _Allocations() as made:
+        call = operator.load("workload").make(group, shape, dtype, **options)
+    try:
+        call.tried.prepare(config)
+    except _WorkspaceWanted as wanted:
+        return made.nbytes + wanted.nbytes
+    return made.nbytes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from mkernel import tables
 from mkernel.operators import Operator, Shape
 from mkernel.runtime.config import Config
 from mkernel.runtime.errors import ArgumentError
+from mkernel.runtime.world import Links
+from mkernel.scale.cluster import member, memory_of
 from mkernel.scale.layers import Sum, layer_on, shape_on
 from mkernel.scale.machine import Machine
 from mkernel.scale.page import COLUMNS, page, row_of
@@ -102,12 +106,14 @@ def divisible(
     return kept, f"left out: {', '.join(map(str, left))} nodes: {why}" if left else ""
 
 
-def predictions(asked: Asked, progress: Callable[[int], None] = lambda nodes: None) -> list[Prediction]:
+def predictions(asked: Asked, progress: Callable[[int, int], None] = lambda nodes, tried: None) -> list[Prediction]:
+    """progress: called with the number of nodes that comes next, and with how many configurations were tried there."""
     found = []
     for nodes in asked.nodes:
-        progress(nodes)
+        tried = itertools.count()
 
         def again(config: Config | None, timeline: bool = False) -> Prediction:
+            progress(nodes, next(tried))
             return predict_late(
                 asked.late, asked.operator, asked.shape_on(nodes), machine=asked.machine, nodes=nodes,
                 gpus_per_node=asked.gpus_per_node, dtype=asked.dtype, options=asked.options, config=config,
@@ -117,8 +123,29 @@ def predictions(asked: Asked, progress: Callable[[int], None] = lambda nodes: No
         one = again(None)
         if asked.search:
             one = best(one, again, asked.machine.sms, asked.machine.capability)
-        found.append(one)
+        found.append(replace(one, held=_memory_of(asked, one)))
     return found
+
+
+def _memory_of(asked: Asked, one: Prediction) -> int:
+    """Bytes that the call holds on a GPU."""
+    machine = asked.machine
+    with member(
+        one.nodes, one.gpus_per_node, 0, ctas=machine.sms, capability=machine.capability, links=Links()
+    ) as group:  # fmt: skip
+        return memory_of(group, asked.operator, one.shape, one.dtype, one.options, one.config)
+
+
+def too_large(machine: Machine, found: Sequence[Prediction]) -> str:
+    """Which calls do not fit into the memory of a GPU, in words; "" if all do."""
+    large = [one for one in found if 0 < machine.capacity < one.held]
+    if not large:
+        return ""
+    sizes = ", ".join(f"{one.held / 1e9:.0f} GB on {one.nodes} nodes" for one in large)
+    return (
+        f"Some calls could not run: operands, result and workspace do not fit into the {machine.capacity / 1e9:.0f} GB "
+        f"of a GPU: {sizes}."
+    )
 
 
 def with_timeline(asked: Asked, one: Prediction) -> Prediction:
@@ -128,15 +155,29 @@ def with_timeline(asked: Asked, one: Prediction) -> Prediction:
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, nodes: Sequence[int]) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on stderr, if that is a terminal, for these numbers of nodes. Yields a function to call with the
+    number that comes next, and a note. The time is about proportional to the number."""
+    bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    terminal = Console(stderr=True)
+    with Progress(*bar, console=terminal, transient=True, disable=not terminal.is_terminal) as shown:
+        # with a single number, it is unknown how much is done: the bar pulses
+        task = shown.add_task(what, total=sum(nodes) if len(nodes) > 1 else None)
+
+        def show(number: int, note: str = "") -> None:
+            done = sum(nodes[: nodes.index(number)])
+            shown.update(task, description=f"{what}: {number} nodes{note}", completed=done)
+
+        yield show
+
+
 def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> list[Prediction]:
     """Predict, with a progress bar, and print the figures."""
-    bar = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    progress = Console(stderr=True)
-    with Progress(*bar, console=progress, transient=True, disable=not progress.is_terminal) as shown:
-        task = shown.add_task(asked.operator.name, total=len(asked.nodes))
+    with progress_bar(asked.operator.name, asked.nodes) as show:
 
-        def show_progress(nodes: int) -> None:
-            shown.update(task, description=f"{asked.operator.name}: {nodes} nodes", completed=asked.nodes.index(nodes))
+        def show_progress(nodes: int, tried: int) -> None:
+            show(nodes, f", configuration {tried}" if asked.search else "")
 
         found = predictions(asked, show_progress)
     if as_json:
@@ -145,8 +186,14 @@ def run(asked: Asked, *, as_json: bool, html: Path | None, console: Console) -> 
         _print(asked, found, console)
     if html is not None:
         few = [one for one in found if one.nodes <= MOST_NODES] or found[:1]
-        timelines = [with_timeline(asked, one) for one in (few[0], few[-1])[: len(few)]]
+        ends = (few[0], few[-1])[: len(few)]
+        timelines = []
+        with progress_bar("critical path", [one.nodes for one in ends]) as show:
+            for one in ends:
+                show(one.nodes, "")
+                timelines.append(with_timeline(asked, one))
         about = f"{asked.machine.name}: {asked.machine.summary}"
+        about = " ".join(filter(None, [about, too_large(asked.machine, found)]))
         html.write_text(page(f"{asked.operator.name} on {asked.machine.name}", about, found, timelines))
     return found
 
@@ -159,6 +206,8 @@ def _print(asked: Asked, found: Sequence[Prediction], console: Console) -> None:
         table.add_row(*row_of(one), *([words_of(one.config or Config())] if asked.search else []))
     tables.show(table, console)
     console.print(escape(f"{asked.machine.name}: {asked.machine.summary}"), soft_wrap=True)
+    if large := too_large(asked.machine, found):
+        console.print(large, soft_wrap=True)
     last = found[-1]
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in last.loads.items() if seconds)
     spent = sorted(last.spent.items(), key=lambda item: -item[1])[:4]
@@ -177,8 +226,10 @@ def run_layer(
 ) -> list[Sum]:  # fmt: skip
     """Predict a layer, and print the figures."""
     found = []
-    for number in nodes:
-        found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
+    with progress_bar(name, nodes) as show:
+        for number in nodes:
+            show(number, "")
+            found += layer_on(name, shape_on(shape, number, nodes[0], weak), number, gpus_per_node, machine, dtype)
     if as_json:
         print(json.dumps({"machine": machine.name, "results": [one.to_dict() for one in found]}, indent=2))
         return found

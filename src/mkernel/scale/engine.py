@@ -114,6 +114,8 @@ class Lanes:
 
 def serve(at: Array, seconds: Array, free: float) -> Array:
     """When a server is done with each of these jobs, first come, first served. free: when it is done with the last."""
+    if np.size(at) == 1:
+        return np.maximum(at, free) + seconds
     order = np.argsort(at, axis=None, kind="stable")
     duration = np.broadcast_to(seconds, np.shape(at)).ravel()[order]
     total = np.cumsum(duration)
@@ -140,9 +142,14 @@ class Link:
         duration = nbytes / self.rate + self.seconds
         done = serve(np.asarray(at, dtype=float), duration, self.free)
         self.free = float(done.max())
-        self.busy += float(np.sum(np.broadcast_to(duration, np.shape(at))))
-        self.moved += float(np.sum(np.broadcast_to(nbytes, np.shape(at))))
+        self.busy += _total(duration, at)
+        self.moved += _total(nbytes, at)
         return done
+
+
+def _total(values: Array, at: Array) -> float:
+    """The sum of a value for each of `at`, or of the same one for all."""
+    return float(np.sum(values)) if np.size(values) == np.size(at) else float(values) * np.size(at)
 
 
 class Shares:
@@ -157,7 +164,7 @@ class Shares:
     def carry(self, at: Array, nbytes: Array, which: Array = EVERYTHING) -> Array:
         """When transfers of these lanes that are ready at these times are through."""
         self._moved[which] += nbytes
-        total = float(np.sum(np.broadcast_to(nbytes, np.shape(at))))
+        total = _total(nbytes, at)
         self._link.moved += total
         self._link.busy += total / self._link.rate
         return np.maximum(at, self._start + self._moved[which] / self._rate)

@@ -31,7 +31,7 @@ class Machine:
     grouped, gated: how much longer a tile of a grouped GEMM takes, and one of two with an activation in between.
     library_flops: of the GPU with the library, by kind of work; the floor. beyond_library: how much faster than that a
         call can be at most.
-    memory: bytes read from memory. grouped_memory: by the library's grouped GEMM.
+    capacity: bytes of memory; 0: unknown. memory: bytes read from it. grouped_memory: by the library's grouped GEMM.
     copy: bytes that one copying CTA writes. warp_copy: that one copying warp writes.
     place: bytes that a CTA of a mixture-of-experts operator places. count: ids of experts that it counts.
     routing_seconds: the steps of routing besides, one after the other.
@@ -91,6 +91,7 @@ class Machine:
     tile_rates: dict[str, float] = field(default_factory=dict)
     # by kind of work and number of ranks on the GPU: how much longer a tile takes than the ranks' share of SMs explains
     sharing: dict[str, dict[str, float]] = field(default_factory=dict)
+    capacity: float = 0.0
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -123,7 +124,7 @@ TILE_ELEMENTS = 128 * 256  # of 16 bits, of the tile that `pushed_seconds` and `
 MEASURED = "h200-cx7"  # the machine with the GPU that our figures come from
 RATES_BY_KIND = ("sm_flops", "library_flops")
 RANGES = {"network_share": (0.0, 1.0), "oversubscription": (1.0, math.inf)}  # of what is above 0 besides
-MAY_BE_ZERO = ("pod_nodes", "nvlink_switches", "split_bytes")  # and times
+MAY_BE_ZERO = ("capacity", "pod_nodes", "nvlink_switches", "split_bytes")  # and times
 
 
 def _text(name: str) -> str:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mkernel.operators import Shape
-from mkernel.runtime.config import Config
+from mkernel.runtime.config import Config, Settings
 from mkernel.scale.engine import Engine
 from mkernel.scale.peer import Peer
 
@@ -77,3 +79,11 @@ class Model:
     ranks: Callable[[Problem, int], Sequence[int]] = lambda problem, ranks: (0,)
     peer: Callable[[Engine, Peer, int], None] | None = None
     timed: tuple[Timed, ...] = ()
+
+
+def tiles_of_teams(config: Settings, tiles: int) -> list[tuple[Any, Any]]:
+    """What CTAs compute that form teams (lang/team.py): the n-th tile of each, as (CTAs, tiles), for all n."""
+    team = np.arange(config.ctas) // config.team_ctas
+    teams = config.ctas // config.team_ctas
+    steps = [(team + first, team + first < tiles) for first in range(0, tiles, teams)]
+    return [(np.flatnonzero(valid), tile[valid]) for tile, valid in steps]

@@ -47,7 +47,8 @@ class Prediction:
     late: by how much one rank begins later than the others. Times count from when the others do.
     seconds: of the fused call. floor: the least that compute, NVLink or network take. host: the host-driven way.
     loads: for how long each resource is busy. bound: which one bounds the call, or "latency". spent: what the lanes
-    spend their time with, as parts of the time of all lanes. plan: what `mk.explain` says, for config and options.
+    spend their time with, as parts of the time of all lanes. held: bytes of operands, result and workspace on a GPU, if
+    they were counted. plan: what `mk.explain` says, for config and options.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Prediction:
     options: dict[str, Any]
     config: Config | None
     late: float = 0.0
+    held: int = 0
 
     @property
     def fraction(self) -> float:
@@ -85,7 +87,7 @@ class Prediction:
             "fused_ms": self.seconds * 1e3, "floor_ms": self.floor * 1e3, "floor_fraction": self.fraction,
             "host_driven_ms": self.host * 1e3, "speedup": self.speedup, "bound": self.bound,
             "busy_ms": {name: seconds * 1e3 for name, seconds in self.loads.items()},
-            "spent": self.spent, "requests": self.requests, "plan": self.plan,
+            "spent": self.spent, "requests": self.requests, "memory_gb": self.held / 1e9, "plan": self.plan,
         }  # fmt: skip
 
     @property

@@ -17,7 +17,7 @@ from mkernel.ops.all_gather_matmul.plan import Plan
 from mkernel.runtime.config import Config
 from mkernel.scale.engine import Engine, Lanes, in_slabs
 from mkernel.scale.evaluate import call
-from mkernel.scale.model import Model, Problem, Timed, Work
+from mkernel.scale.model import Model, Problem, Timed, Work, tiles_of_teams
 
 Array = Any
 
@@ -174,17 +174,24 @@ def _multiply_on_hopper(
 
 
 def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes) -> None:
-    """The kernel of few_rows.py: all CTAs push, then teams of them multiply at the speed of memory."""
+    """The kernel of few_rows.py: all CTAs push chunks, then teams of them multiply at the speed of memory. Tiles cover
+    the rows of all ranks, so they wait for the last chunk."""
     m_total, n, k = problem.shape
-    machine, size = engine.machine, m_total // engine.ranks * k * problem.element * (engine.ranks - 1)
+    c, machine = plan.config, engine.machine
     if engine.ranks > 1:
-        link = engine.link(plan.config.ctas)
-        ctas.work(size / plan.config.ctas / machine.copy, "copy")
-        ctas.wait(link.carry(ctas.clock, size / plan.config.ctas), "NVLink")
-        ctas.wait(ctas.clock + machine.nvlink_seconds, "NVLink")
+        link = engine.link(c.ctas)
+        sizes = _rows_of(plan.chunks, c.chunk_rows, m_total // engine.ranks) * k * problem.element * (engine.ranks - 1)
+        for first in range(0, plan.chunks, c.ctas):
+            chunk = np.arange(first, min(first + c.ctas, plan.chunks))
+            which = chunk - first
+            ctas.work(sizes[chunk] / machine.copy, "copy", which, index=chunk)
+            ctas.wait(link.carry(ctas.clock[which], sizes[chunk], which), "NVLink", which)
+        ctas.wait(ctas.clock.max() + machine.nvlink_seconds, "rows")
     read = (m_total * k + n * k + m_total * n) * problem.element / machine.memory
-    multiplied = 2 * m_total * n * k / machine.sm_flops["gemm"] / plan.config.ctas
-    ctas.work(max(read, multiplied) + machine.tile_seconds, "multiply")
+    multiplied = 2 * m_total * n * k / machine.sm_flops["gemm"] / c.ctas
+    tiles = tiles_of_teams(plan.config, math.ceil(m_total / c.tile_m) * math.ceil(n / c.tile_n))
+    for lanes, tile in tiles:
+        ctas.work(max(read, multiplied) / len(tiles) + machine.tile_seconds, "multiply", lanes, index=tile)
 
 
 def work(problem: Problem, nodes: int, gpus: int) -> Work:

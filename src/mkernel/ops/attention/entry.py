@@ -11,7 +11,10 @@ OPTIONS = (
     Option("kv_heads", "ring_attention: number of key and value heads.", kind=int, default="heads"),
 )
 GLUON = Option(
-    "gluon", "ring_attention_backward: run its kernel for Hopper, which has not run on a GPU yet.", bench=True
+    "gluon",
+    "ring_attention_backward: run its kernel for Hopper, which has not run on a GPU yet.",
+    bench=True,
+    modelled=False,
 )
 
 register(

@@ -11,30 +11,41 @@ from mkernel.ops.reduce import peer
 from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES, count_rounds, home_of, round_at, round_of
 from mkernel.ops.reduce.call import Plan
 from mkernel.ops.reduce.reduce_scatter.order import deal_tiles, tile_at
-from mkernel.scale.engine import Engine, Lanes, Shares, Whole, in_slabs
+from mkernel.scale.engine import Engine, Shares, Whole, in_slabs
 from mkernel.scale.evaluate import call
 from mkernel.scale.machine import TILE_ELEMENTS
-from mkernel.scale.model import Model, Problem, Timed, Work
+from mkernel.scale.model import Model, Problem, Timed, Work, tiles_of_teams
 
 Array = Any
 
 
-def _run_few_rows(engine: Engine, plan: Plan, problem: Problem, ctas: Lanes, both_ways: bool) -> None:
-    """The kernels for few rows, and that for slices: a product at the speed of memory; then everybody sends the parts
-    of it that others own, adds up its own and, for all-reduce, reads what the others own."""
+def _run_few_rows(engine: Engine, plan: Plan, problem: Problem) -> None:
+    """few_rows.py and sliced.py: tiles at the speed of memory. After each, everybody sends the parts of it that others
+    own, adds up its own and, for all-reduce, reads what the others own."""
     m, n, k_total = problem.shape
     machine, ranks, c = engine.machine, engine.ranks, plan.config
+    ctas, link = engine.lanes("CTAs", c.ctas), engine.link(c.ctas)
     k = k_total // ranks
     read = (m * k + k * n) * problem.element / machine.memory
     multiplied = 2 * m * n * k / machine.sm_flops["gemm"] / c.ctas
-    ctas.work(max(read, multiplied) + machine.tile_seconds, "multiply")
-    moved = m * n * problem.element * (ranks - 1) / ranks / c.ctas
-    link = engine.link(c.ctas)
-    for _ in range((2 if both_ways else 1) if ranks > 1 else 0):
-        ctas.work(moved / machine.copy, "push")
-        ctas.wait(link.carry(ctas.clock, moved), "NVLink")
-        ctas.wait(ctas.clock + machine.nvlink_seconds, "NVLink")
-        ctas.work((ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy, "reduce")
+    tiles = tiles_of_teams(c, plan.tiles)
+    moved = m * n * problem.element * (ranks - 1) / ranks / c.ctas / len(tiles)
+    adding = (ranks - 1) * machine.partial_seconds / ranks + moved / machine.copy
+
+    def move(kind: str, lanes: Array, tile: Array) -> None:
+        ctas.work(moved / machine.copy, kind, lanes, index=tile)
+        reached = link.carry(ctas.clock[lanes], moved, lanes)
+        ctas.wait(reached + machine.nvlink_seconds, "NVLink", lanes)
+
+    for lanes, tile in tiles:
+        ctas.work(max(read, multiplied) / len(tiles) + machine.tile_seconds, "multiply", lanes, index=tile)
+        if ranks == 1:
+            continue
+        move("push", lanes, tile)
+        ctas.work(adding, "reduce", lanes, index=tile)
+        if plan.sliced:
+            move("gather", lanes, tile)
+            ctas.work(adding, "store", lanes)
 
 
 def of_tile(engine: Engine, plan: Plan) -> tuple[float, float]:
@@ -148,7 +159,7 @@ class _Scatter:
 
 def run_reduce_scatter(engine: Engine, plan: Plan, problem: Problem) -> None:
     if plan.few_rows:
-        _run_few_rows(engine, plan, problem, engine.lanes("CTAs", plan.config.ctas), both_ways=False)
+        _run_few_rows(engine, plan, problem)
     else:
         _Scatter(engine, plan, problem).run()
 
@@ -343,7 +354,7 @@ class _Reduce:
 
 def run_all_reduce(engine: Engine, plan: Plan, problem: Problem) -> None:
     if plan.few_rows or plan.sliced:
-        _run_few_rows(engine, plan, problem, engine.lanes("CTAs", plan.config.ctas), both_ways=True)
+        _run_few_rows(engine, plan, problem)
     else:
         _Reduce(engine, plan, problem).run()
 

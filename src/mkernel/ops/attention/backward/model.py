@@ -1,4 +1,7 @@
-"""The model of ring_attention_backward for `mkernel plan`: how its kernel carries out a plan."""
+"""The model of ring_attention_backward for `mkernel plan`: how its Triton kernel carries out a plan.
+
+The Gluon kernel has no model: it has not run on a GPU, so nobody knows its rate.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 
 from mkernel.ops.attention.backward.plan import DKV_PRODUCTS, DQ_PRODUCTS, Plan
 from mkernel.ops.attention.model import Transfers, candidates
+from mkernel.runtime.errors import ArgumentError
 from mkernel.scale.engine import Engine
 from mkernel.scale.machine import TILE_ELEMENTS
 from mkernel.scale.model import Model, Problem, Timed, Work
@@ -29,6 +33,7 @@ class _Gradients(Transfers):
         blocks = plan.sequences.key_blocks(engine.rank, c.tile_m, c.tile_n)
         self.queries = np.tile(1.0 + DQ_PRODUCTS * blocks, group) / plan.parts
         self.keys = 0.1 + DKV_PRODUCTS * group * self.tiles_that_see()
+        self.costs = np.concatenate([self.queries, self.keys])
         self.bytes = c.tile_n * (c.tile_k + plan.value_columns) * FLOAT
         self.adding = machine.partial_seconds * self.bytes / (TILE_ELEMENTS * 2)
         several = engine.ranks > 1
@@ -75,8 +80,10 @@ class _Gradients(Transfers):
         owners, numbers = self.lane[chosen], self.tasks[chosen] - base
         starts = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1]) if len(owners) else np.zeros(0, int)
         nth = np.arange(len(owners)) - np.repeat(starts, np.diff([*starts, len(owners)]))
-        entries = self.plan.config.ctas + 1 + chosen
-        return [(owners[nth == i], numbers[nth == i], entries[nth == i]) for i in range(int(nth.max(initial=-1)) + 1)]
+        order = np.argsort(nth, kind="stable")
+        ends = np.cumsum(np.bincount(nth))[:-1]
+        parts = (owners[order], numbers[order], (self.plan.config.ctas + 1 + chosen)[order])
+        return list(zip(*(np.split(part, ends) for part in parts))) if len(owners) else []
 
     def compute(self, index: int) -> None:
         """Tiles of dq, and blocks of keys, whose partials are pushed."""
@@ -85,8 +92,7 @@ class _Gradients(Transfers):
         for lanes, numbers, entries in self.lanes_of(index, 0, len(self.queries) + len(self.keys)):
             is_query = numbers < len(self.queries)
             block = np.maximum(numbers - len(self.queries), 0)
-            costs = np.concatenate([self.queries, self.keys])[numbers]
-            seconds = costs * self.product
+            seconds = self.costs[numbers] * self.product
             is_own = ~is_query & (block // plan.tiles == engine.rank)
             early = np.where(is_own, seconds, np.where(is_query, seconds * self.own, 0.0))
             self.ctas.work(early, "attend", lanes, index=entries)
@@ -137,6 +143,11 @@ class _Gradients(Transfers):
 
 
 def run(engine: Engine, plan: Plan, problem: Problem) -> None:
+    if plan.hopper:
+        raise ArgumentError(
+            "the Gluon kernel of ring_attention_backward has not run on a GPU, so there is no rate to predict it with: "
+            "plan without gluon, for the Triton kernel"
+        )
     _Gradients(engine, plan, problem).run()
 
 
