@@ -87,6 +87,9 @@ def test_plans_change_on_many_nodes():
     ("all_gather_matmul", (16384, 2048, 8192), 4, "nobody waits for the last chunk of a node"),
     ("matmul_reduce_scatter", (16384, 8192, 8192), 4, "so that requests spread over the launch"),
     ("matmul_all_reduce", (16384, 8192, 8192), 3, "as little as possible crosses the network"),
+    ("moe_dispatch", (8192, 7168), 4, "of them, and makes more rows on each"),
+    ("moe_dispatch_matmul", (8192, 2048, 7168), 4, "of them, and makes more rows on each"),
+    ("moe_ffn", (8192, 2048, 7168), 4, "of them, and makes more rows on each"),
 ])  # fmt: skip
 def test_plans_say_why(op, shape, fewest, reason):
     for nodes in range(1, 6):

@@ -100,6 +100,7 @@ class Copying:
     intra_ctas: int
     near_intra_ctas: int  # of the intra CTAs, how many also fetch tokens from this node
     far_intra_ctas: int  # and how many from other nodes
+    reached: float  # the part of the nodes that a token is taken to go to
 
     @staticmethod
     def of(group: Group, sizes: Sizes, row_bytes: int, pick: Callable[[str, int], int]) -> Copying:
@@ -132,13 +133,17 @@ class Copying:
             intra_ctas,
             max(min(ctas_for(nvlink), intra_ctas), 1),
             max(min(ctas_for(1.5 * network * sizes.ranks_per_node / reached), max_ctas // 4, intra_ctas), 1),
+            reached,
         )
 
     def __str__(self) -> str:
+        why = ""
+        if self.reached < 1:
+            why = f": with many nodes, a token goes to about {self.reached:.0%} of them, and makes more rows on each"
         return (
             f"{self.sent} bytes are sent by {planning.count_of_ctas(self.send_ctas)}, and {self.placed} bytes are "
             f"placed by {self.intra_ctas} ({self.near_intra_ctas} of them fetch tokens from the node, "
-            f"{self.far_intra_ctas} from other nodes)"
+            f"{self.far_intra_ctas} from other nodes{why})"
         )
 
 
