@@ -113,6 +113,22 @@ def test_attention_of_packed_documents():
     spawn(on_rank)
 
 
+def test_attention_with_capped_scores():
+    query, key, value = (3 * values(1, 2, 16, 64, seed=seed) for seed in range(3))
+    scores = 2.0 * torch.tanh(query.double() @ key.double().mT * 64**-0.5 / 2.0)
+    exact = scores.softmax(-1) @ value.double()
+
+    def on_rank(group):
+        module = nn.ContextParallelAttention(softcap=2.0, input_layout="bhsd")
+        assert "softcap=2.0" in repr(module)
+        mine = [part(group, x, 2) for x in (query, key, value)]
+        assert_near(module(*mine), part(group, exact, 2))
+        with pytest.raises(mk.ArgumentError, match="softcap must be 0, which is off, or a number from"):
+            nn.ContextParallelAttention(softcap=-1.0)
+
+    spawn(on_rank)
+
+
 class PlainExperts(torch.nn.Module):
     """Each token through each of its experts, one after the other."""
 

@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,8 @@ def _built(target: Path, command: Sequence[str], sources: Sequence[Path]) -> Pat
     if not _is_there(target):
         with _alone(target):
             if not _is_there(target):  # another process may have compiled it
+                if sys.stderr.isatty():
+                    print("mkernel: compiling the network library, which happens once; a few seconds", file=sys.stderr)
                 _compile(command, sources, target)
     return target
 
