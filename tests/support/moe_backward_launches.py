@@ -17,6 +17,7 @@ STEPS = {  # kernel -> step
     "moe_weight_grad_kernel": "weight grad",
     "moe_grouped_matmul_kernel": "product",
     "moe_bias_grad_kernel": "bias grad",
+    "moe_nothing_kernel": "nothing",
 }
 
 
