@@ -52,6 +52,7 @@ def run(ranks, m, n, k, column_major=True, dtype=torch.bfloat16, config=IN_PASSE
         (3, 128, 264, 328, True, mk.Config(passes=2, held_tiles=8)),
         (4, 128, 136, 520, True, mk.Config(passes=6, held_tiles=3, ctas=2)),
         (4, 128, 512, 384, False, mk.Config(passes=1, chunk_rows=128)),
+        (4, 256, 136, 264, True, mk.Config(passes=13, held_tiles=1, chunk_rows=64)),
     ],
 )
 def test_gradients(ranks, m, n, k, column_major, config, seed):

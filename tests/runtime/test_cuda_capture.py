@@ -4,6 +4,8 @@ The CUDA runtime and the driver are stand-ins."""
 import contextlib
 import ctypes
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +139,45 @@ def test_the_order_in_a_graph(driver, monkeypatch):
     driver.captures = {2: 8}
     launch(0, two)
     assert log == [("launch", 0, 2)]
+
+
+def test_threads_begin_and_end_their_captures_one_by_one(monkeypatch):
+    """PyTorch then changes the random generator of the GPU, which they share. They capture at the same time."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    together, inside, log = threading.Barrier(2, timeout=10), threading.Lock(), []
+
+    class Graph:
+        def change(self, what):
+            assert inside.acquire(blocking=False), "two threads at the same time"
+            time.sleep(0.05)
+            log.append(what)
+            inside.release()
+
+        def capture_begin(self, pool, capture_error_mode):
+            self.change("begin")
+
+        def capture_end(self):
+            self.change("end")
+
+    def capture(fails):
+        failures = []
+        group = SimpleNamespace(
+            device=torch.device("cuda"), synchronize=lambda: None, barrier=together.wait,
+            failed=lambda what, failure: failures.append(failure),
+        )  # fmt: skip
+        with contextlib.suppress(ValueError), cuda_capture.capture(group, Graph(), None, "stream"):
+            together.wait()
+            if fails:
+                raise ValueError
+        return failures
+
+    for fails in (False, True):
+        del log[:]
+        with ThreadPoolExecutor(2) as pool:
+            for failures in pool.map(capture, [fails] * 2):
+                assert len(failures) == fails
+        assert log == ["begin", "begin", "end", "end"]
 
 
 def test_only_gpus_capture():

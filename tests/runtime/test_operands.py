@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mkernel.runtime.operands import describable, matmul_precision, overlap, overlaps_itself
+from mkernel.runtime.hopper import tma_descriptor
+from mkernel.runtime.operands import describable, descriptor, matmul_precision, overlap, overlaps_itself
 
 MEMORY = torch.zeros(4096, dtype=torch.uint8)
 
@@ -161,6 +162,14 @@ ALIGNED = torch.empty(2**16, dtype=torch.float16)  # torch aligns it to 64 bytes
 def test_tma_reads_aligned_rows_of_any_number_of_dimensions(shape, strides, start, good):
     assert ALIGNED.data_ptr() % 16 == 0
     assert describable(ALIGNED.as_strided(shape, strides, start)) is good
+
+
+def test_descriptors_of_a_single_row_have_an_aligned_stride():
+    """Also those of the kernels for Hopper: TMA refuses others, although nothing depends on it."""
+    row = torch.empty(1, 310, dtype=torch.bfloat16)[:, :304]
+    assert describable(row)
+    for made in (descriptor(row, [1, 304], [310, 1], [64, 128]), tma_descriptor(row, 1, 304, 310, [64, 128])):
+        assert made.strides == [312, 1]
 
 
 @pytest.mark.parametrize("name", ["allow_tf32", "fp32_precision"])

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mkernel.runtime.group import Group
 
 RELAXED = 2  # of CUstreamCaptureMode
+# Ranks that share a GPU share its random generator. To begin or end a capture changes it, in some versions of PyTorch
+# without a lock, and neither holds the interpreter.
+_generators = threading.Lock()
 Result = TypeVar("Result")
 
 
@@ -110,14 +113,16 @@ def capture(group: Group, graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.
             # forbidden while they capture. So all ranks begin together.
             group.barrier()
             with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                with _generators:
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     yield
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # what has failed in the block matters
+                    with contextlib.suppress(RuntimeError), _generators:  # what has failed in the block matters
                         graph.capture_end()
                     raise
-                graph.capture_end()
+                with _generators:
+                    graph.capture_end()
             # To end a capture is to load and allocate what the graph needs, which must not wait for a replay that waits
             # for this rank's.
             group.barrier()

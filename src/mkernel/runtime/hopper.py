@@ -14,7 +14,7 @@ import torch
 from mkernel.runtime.config import Config
 from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
-from mkernel.runtime.operands import DTYPES
+from mkernel.runtime.operands import DTYPES, aligned_strides
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
 FP8_TILE = (256, 128, 128)  # likewise for fp8
@@ -43,7 +43,9 @@ def tma_descriptor(base: torch.Tensor, rows: int, columns: int, stride: int, blo
     """A descriptor of rows x columns from `base`, whose blocks have the shared-memory layout that wgmma reads."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(base, [rows, columns], [stride, 1], block, _layout_of(*block, base.dtype))
+    shape = [rows, columns]
+    strides = aligned_strides(shape, [stride, 1], base.element_size())
+    return TensorDescriptor(base, shape, strides, block, _layout_of(*block, base.dtype))
 
 
 @functools.cache

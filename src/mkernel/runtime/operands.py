@@ -69,12 +69,17 @@ def describable(tensor: torch.Tensor) -> bool:
     )
 
 
-def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
-    """A descriptor of the memory that starts at `base`. TMA wants even the strides of dimensions of size 1 aligned,
-    although nothing depends on them."""
-    unit = BYTES // base.element_size()
+def aligned_strides(shape: list[int], strides: list[int], element_size: int) -> list[int]:
+    """Strides for a descriptor, in elements, the last of which is 1. TMA wants even the strides of dimensions of size 1
+    aligned, although nothing depends on them."""
+    unit = BYTES // element_size
     fixed = [max(-(-stride // unit) * unit, unit) if size == 1 else stride for size, stride in zip(shape, strides)]
-    return TensorDescriptor(base, shape, [*fixed[:-1], 1], block)
+    return [*fixed[:-1], 1]
+
+
+def descriptor(base: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """A descriptor of the memory that starts at `base`."""
+    return TensorDescriptor(base, shape, aligned_strides(shape, strides, base.element_size()), block)
 
 
 def constants(*values: Any) -> tuple[Any, ...]:

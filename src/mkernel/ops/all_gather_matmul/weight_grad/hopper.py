@@ -70,8 +70,6 @@ from mkernel.runtime.layout import Layout
 from mkernel.runtime.operands import constants, named_constants
 from mkernel.runtime.world import Launch
 
-MOST_SHARES = tl.constexpr(8)  # of the others' rows
-
 
 class Call(NamedTuple):
     """A call, as the kernel sees it."""
@@ -295,7 +293,7 @@ def _run(comm, call, operands, c):
     c_stages = gl.allocate_shared_memory(c.dtype, [2] + c.block_type.shape, c.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    arrived = gl.allocate_shared_memory(gl.int64, [MOST_SHARES, 1], mbarrier.MBarrierLayout())
+    arrived = gl.allocate_shared_memory(gl.int64, [SHARES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(freed.index(i), count=2)
