@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
 import socket
 from datetime import timedelta
@@ -24,6 +23,7 @@ from mkernel.runtime.call_board import Machines
 from mkernel.runtime.call_link import CallLink, open_link
 from mkernel.runtime.errors import ArgumentError, MKernelError
 from mkernel.runtime.group import Group
+from mkernel.runtime.shared_files import Page
 from mkernel.runtime.spawn import require_simulator
 from mkernel.runtime.store import SignedStore
 from mkernel.runtime.store_exchange import StoreExchange
@@ -72,7 +72,7 @@ def introduce(
     return exchange, node_ids
 
 
-def _open_link(messages: SignedStore, group: Group, machines: Machines, page: mmap.mmap) -> CallLink | None:
+def _open_link(messages: SignedStore, group: Group, machines: Machines, page: Page) -> CallLink | None:
     """Connect the call boards of several machines. Collective."""
     address = ""
     with contextlib.suppress(OSError):
