@@ -51,7 +51,7 @@ class CpuProcesses:
         scheduler = RealTimeScheduler(self.rank, Options())
         simulator = Simulator(self.size, scheduler, Options())
         self.memory = SharedMemory(simulator)
-        self.network = NativeNetwork(ProcessConnector(transport, self.exchange.messages))
+        self.network = NativeNetwork(ProcessConnector(transport, self.exchange))
         self.launcher = InlineLauncher(simulator, HostClock())
         self.stream = self.launcher.execution.stream  # as in the simulator, but calls return when they have finished
         scheduler.on_idle = ProxyMonitor(self.launcher, self.network).poll

@@ -65,7 +65,7 @@ class CudaProcesses:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.memory = SymmetricMemory(rank, device, self.gpu_ids, self.exchange, timeout)
-        self.network = NativeNetwork(ProcessConnector(transport, self.exchange.messages))
+        self.network = NativeNetwork(ProcessConnector(transport, self.exchange))
         self.launcher = CudaLauncher(self.devices, shares_of(gpus), self.network)
 
 

@@ -131,6 +131,7 @@ class Group:
             self._open()
         except BaseException as failure:
             self.failed("mk.init", failure)
+            world.network.abort(self)
             raise
         group_names.add(self)
 
@@ -247,7 +248,7 @@ class Group:
         """Wait for everything this rank has queued, and for the network requests it has posted."""
         self._launcher.synchronize(self.world_rank)
         if self._ring is not None:
-            self.world.network.wait_until_drained(self._ring, self.timeout)
+            self.world.network.wait_until_drained(self, self._ring)
 
     def check(self) -> None:
         """Raise if a kernel of this group gave up a wait on this rank: CommTimeout (RankLost if a rank is gone), or
@@ -318,8 +319,10 @@ class Group:
             from mkernel.runtime import process_groups
 
             process_groups.forget(self)
-            self.world.network.disconnect(self)
-            self.world.exchange.leave(self)
+            try:
+                self.world.network.disconnect(self)
+            finally:
+                self.world.exchange.leave(self)
 
     # -- for operators
 

@@ -94,10 +94,18 @@ class NativeNetwork:
         else:
             self._connector.detach(connection.transport, segment)
 
-    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not poll_drained(ring) and time.monotonic() < deadline:
+    def wait_until_drained(self, group: Group, ring: torch.Tensor) -> None:
+        deadline = time.monotonic() + group.timeout
+        while not poll_drained(ring) and self.error(group) is None and time.monotonic() < deadline:
             time.sleep(1e-4)
+
+    def wait_until_arrived(self, group: Group) -> None:
+        connection = self.connection(group)
+        if connection is None:
+            return group.barrier()
+        from mkernel.runtime import connect
+
+        connect.wait_until_arrived(group, connection.transport, lambda: connection.proxy.error is not None)
 
     def error(self, group: Group) -> str | None:
         connection = self.connection(group)
@@ -117,10 +125,12 @@ class NativeNetwork:
         if group.broken:
             connection.close(0)
             return
-        connection.proxy.stop(group.timeout)
-        with contextlib.suppress(CommTimeout):
-            group.barrier()  # a rank must not close its transport while another one still sends
-        connection.transport.close()
+        try:
+            connection.proxy.stop(EXIT_SECONDS)  # the group has waited for its requests before
+            with contextlib.suppress(CommTimeout, TransportError):
+                group.barrier()  # a rank must not close its transport while another one still sends
+        finally:
+            connection.transport.close()
 
     def abort(self, group: Group) -> None:
         connection = self.connections.pop((group.name, group.world_rank), None)
@@ -130,8 +140,9 @@ class NativeNetwork:
     def shut_down(self) -> None:
         """The process exits with groups that are still open. Send what its kernels have posted, and close transports in
         order: peers may be in their last call, and must not take the exit for a loss."""
+        deadline = time.monotonic() + EXIT_SECONDS
         for connection in self.connections.values():
-            connection.proxy.stop(EXIT_SECONDS)
+            connection.proxy.stop(max(deadline - time.monotonic(), 0.0))
             with contextlib.suppress(TransportError):
                 connection.transport.close()
         self.connections.clear()

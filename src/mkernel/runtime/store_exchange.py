@@ -51,6 +51,7 @@ class StoreExchange:
         self.lost = LostRanks(messages)
         self.on_last_leave: Callable[[], None] = lambda: None  # called when the last group was closed
         self.hosts: Sequence[Hashable] = ()  # identifies the machine of every rank
+        self.address = ""  # of this one, for the others; empty if there is none
         self.open_link: Callable[[Group, Machines, Page], CallLink | None] = lambda *_: None
         self._boards: dict[Hashable, CallBoard] = {}  # by the name of the group
         self._process = os.getpid()

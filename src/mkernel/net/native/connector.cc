@@ -20,6 +20,11 @@ Connector::Connector(const Job& job, const Address& listen) : job_(job), listene
   port_ = port_of(local_address(listener_.get()));
 }
 
+int Connector::descriptor() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return listener_.get();
+}
+
 void Connector::close() {
   closing_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +119,8 @@ void Connector::wait_for_events(std::list<Dial>& dials, Clock::time_point deadli
   now = Clock::now();
   auto finished = [&](PendingConnection& connection, short events) {
     if (events != 0 && progress(connection)) return true;
-    if (connection.failure.empty() && now >= connection.deadline) connection.failure = "it did not finish the handshake";
+    if (connection.failure.empty() && now >= connection.deadline && !connection.handshake.proven())
+      connection.failure = "it did not finish the handshake";
     return !connection.failure.empty();
   };
   size_t index = 0;
@@ -187,7 +193,7 @@ bool Connector::progress(PendingConnection& connection) {
     while (true) {
       while (!out.empty()) {
         ssize_t sent = ::send(connection.socket.get(), out.data(), out.size(), MSG_NOSIGNAL);
-        if (sent < 0 && errno == EAGAIN) return false;
+        if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return false;
         if (sent < 0) fail("send: ", errno_text());
         out.erase(0, static_cast<size_t>(sent));
       }
