@@ -358,7 +358,8 @@ class Proxy:
     Args:
         ring: 64-bit words as `mkernel.lang.requests` lays them out, with CAPACITY set.
         cpu: the core to pin the thread to.
-        idle_sleep: the most seconds that the thread sleeps when there is nothing to do; 0: it never sleeps.
+        idle_sleep: the most seconds that the thread sleeps when there is nothing to do; 20 times as long after a second
+            in which there was nothing. 0: it never sleeps.
         spin: seconds that the thread polls for work before it sleeps for the first time.
     """
 
