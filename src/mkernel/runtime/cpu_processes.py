@@ -43,7 +43,7 @@ class CpuProcesses:
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         self.links = Links()
-        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
+        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, transport, "cpu", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
         self.simulated_gpu: SimulatedGpu | None = None
         self.gpu_ids = list(range(self.size))

@@ -52,7 +52,7 @@ class CudaProcesses:
         self.size = size = dist.get_world_size(process_group)
         self.rank = rank = dist.get_rank(process_group)
         self.links = Links()
-        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
+        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, transport, "cuda", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
         self.simulated_gpu: SimulatedGpu | None = None
         properties: Any = torch.cuda.get_device_properties(device)

@@ -26,6 +26,7 @@ from mkernel.runtime.call_board import Machines
 from mkernel.runtime.call_link import CallLink, open_link
 from mkernel.runtime.errors import ArgumentError, MKernelError, TransportError
 from mkernel.runtime.group import Group
+from mkernel.runtime.printable import printable
 from mkernel.runtime.shared_files import Page
 from mkernel.runtime.spawn import require_simulator
 from mkernel.runtime.store import SignedStore
@@ -36,7 +37,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def introduce(
-    process_group: dist.ProcessGroup | None, gpus_per_node: int | None, device_type: str, timeout: float
+    process_group: dist.ProcessGroup | None,
+    gpus_per_node: int | None,
+    transport: TransportConfig | str,
+    device_type: str,
+    timeout: float,
 ) -> tuple[StoreExchange, list[int]]:
     """Agree with the other ranks on the job's secret, then learn who and where they are. Return the exchange through
     which they talk from now on, and the node of every rank. Collective."""
@@ -47,8 +52,19 @@ def introduce(
     def all_gather(key: str, value: Any) -> list[Any]:
         return exchange.all_gather(rank, range(size), key, "mk.init", value, timeout)
 
-    agreement = secret.Agreement(messages.job, rank)
-    agreement.take(all_gather("offers", agreement.offer()))
+    refusal = None
+    try:
+        transport_config(transport)
+        agreement = secret.Agreement(messages.job, rank)
+    except ArgumentError as problem:
+        refusal = problem
+    offers = all_gather("offers", str(refusal) if refusal is not None else agreement.offer())
+    if refusal is not None:
+        raise refusal
+    for other, offer in enumerate(offers):
+        if isinstance(offer, str):
+            raise ArgumentError(f"rank {other} refused its call of mk.init: {printable(offer)}")
+    agreement.take(offers)
     messages.key = agreement.unmask(all_gather("secret", agreement.masked() if rank == 0 else None)[0])
     presence = liveness.presence()
     everyone = all_gather("hosts", (host_name(), device_type, gpus_per_node, presence.process, presence.handle))

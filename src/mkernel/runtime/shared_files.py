@@ -20,12 +20,15 @@ _NAME = "mkernel"
 
 def create(purpose: str, nbytes: int) -> int:
     """The file descriptor of a new file of zeroed bytes."""
-    handle = os.memfd_create(f"{_NAME} {purpose}")
+    handle = -1
     try:
+        handle = os.memfd_create(f"{_NAME} {purpose}")
         os.ftruncate(handle, nbytes)
-    except OSError:
-        os.close(handle)
-        raise
+    except OSError as problem:
+        if handle >= 0:
+            os.close(handle)
+        what = f"memory for processes of this machine to share (memfd_create, {nbytes} bytes)"
+        raise OSError(problem.errno, f"{what}: {problem.strerror}") from problem
     return handle
 
 
