@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -160,6 +161,21 @@ def test_a_flood_of_connections():
     assert not flooder.is_alive()
     for stranger in held:
         stranger.close()
+
+
+def test_too_few_file_descriptors_are_named():
+    """What connects is not refused, but waits in the system's queue."""
+    zero, limits = TcpTransport(0, 2, SECRET), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection((HOST, zero.port), timeout=HANG):
+        free = os.dup(0)  # the lowest number that is
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            with pytest.raises(TransportError, match="connections could not be accepted: Too many open files"):
+                zero.connect({1: (HOST, 0)}, timeout=0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    zero.close()
 
 
 def test_nobody_listens_once_all_are_there():

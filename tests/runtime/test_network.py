@@ -58,6 +58,13 @@ def test_the_first_address_of_a_name_may_be_out_of_reach(monkeypatch):
     assert processes.address_towards("localhost") == "127.0.0.1"
 
 
+def test_containers_are_machines_of_their_own(monkeypatch):
+    here = processes.host_name()
+    assert processes.host_name() == here
+    monkeypatch.setattr(processes.os, "readlink", lambda path: f"another {path}")
+    assert processes.host_name() != here
+
+
 def test_no_address_at_all(monkeypatch):
     exchange = SimpleNamespace(hosts="ab", address="", messages=SimpleNamespace(key=b""))
     connector = processes.ProcessConnector("tcp", exchange)

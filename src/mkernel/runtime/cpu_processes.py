@@ -72,7 +72,7 @@ class ProxyMonitor:
         self._idles += 1
         if self._idles % IDLES_PER_POLL:
             return
-        for name, connection in self._network.connections.items():
+        for name, connection in list(self._network.connections.items()):  # another thread may make a group
             if name not in self._failed and connection.proxy.error is not None:
                 self._failed.add(name)
                 self._launcher.wake_all()

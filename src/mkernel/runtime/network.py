@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # How long a proxy spins for the next request before it sleeps. On a GPU it should be awake when the next operator
 # starts; on CPUs the ranks need the cores.
 SPIN_SECONDS = {"cuda": 1e-3, "cpu": 20e-6}
-EXIT_SECONDS = 5.0  # to send what is left when the process exits
+EXIT_SECONDS = 5.0  # to send what is left when the process exits, in all groups together
+LAST_SECONDS = 0.05  # for the last message of a group after that
 
 
 class Connector(Protocol):
@@ -144,7 +145,7 @@ class NativeNetwork:
         for connection in self.connections.values():
             connection.proxy.stop(max(deadline - time.monotonic(), 0.0))
             with contextlib.suppress(TransportError):
-                connection.transport.close()
+                connection.transport.close(min(max(deadline - time.monotonic(), LAST_SECONDS), 1.0))
         self.connections.clear()
 
 

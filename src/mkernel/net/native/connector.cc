@@ -164,7 +164,10 @@ void Connector::accept_some() {
                         SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       // Out of descriptors or memory: the queue stays readable, so do not poll it for a while.
-      if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
+      if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) {
+        no_accept_before_ = Clock::now() + kRetry;
+        not_accepted_ = errno_text();
+      }
       return;
     }
     if (pending_.size() >= kMaxPending) {
@@ -246,6 +249,7 @@ void Connector::complain(const std::vector<PeerAddress>& peers, double waited_s)
     text += ")";
     separator = ", ";
   }
+  if (!not_accepted_.empty()) text += words("; connections could not be accepted: ", not_accepted_);
   if (refused_ > 0) text += words("; ", refused_, " connections were refused, the last from ", last_refused_);
   fail(text);
 }

@@ -90,6 +90,7 @@ class Connector {
   std::vector<bool> handed_over_;     // by peer
   std::map<uint32_t, std::string> why_;  // the last failure with each peer that we dialled
   std::string last_refused_;
+  std::string not_accepted_;  // why the last connection could not be
   int64_t refused_ = 0;
   Clock::time_point no_accept_before_{};
 };
