@@ -355,8 +355,7 @@ class Group:
         return [value for _, value in given]
 
     def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
-        """The ranks' counts of exchanges have diverged: a late value would be taken for another exchange's. The group
-        is broken."""
+        """The ranks' counts of exchanges have diverged: a late value would be taken for another's. The group is broken."""
         if isinstance(late, CommTimeout):
             late.group = self.name
         if self._broken is None:
@@ -432,8 +431,7 @@ class Group:
         self._confirmed = True
 
     def set_different_calls(self, called: Sequence[Any]) -> None:
-        """What this rank launched was rolled back, because other ranks called something else: its next check raises.
-        `called`: what each rank called."""
+        """What this rank launched was rolled back, as ranks called different things (`called`): its next check raises."""
         self._different_calls = called
 
     def all_gather_checked(self, what: str, value: Any, **values: Hashable) -> list[Any]:
@@ -563,8 +561,7 @@ def _format_call(call: Any) -> str:
 
 
 def named(name: str) -> Group:
-    """The group with this `group_name` that the calling rank belongs to, or the one of the torch process group of this
-    name."""
+    """The group with this `group_name` that the calling rank belongs to, or that of the torch process group so named."""
     return resolve(name)
 
 
