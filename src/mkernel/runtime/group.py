@@ -355,7 +355,7 @@ class Group:
         return [value for _, value in given]
 
     def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
-        """The ranks' counts of exchanges have diverged: a late value would be taken for another's. The group is broken."""
+        """The ranks' counts of exchanges diverged: a late value would be taken for another's. This breaks the group."""
         if isinstance(late, CommTimeout):
             late.group = self.name
         if self._broken is None:
@@ -431,7 +431,7 @@ class Group:
         self._confirmed = True
 
     def set_different_calls(self, called: Sequence[Any]) -> None:
-        """What this rank launched was rolled back, as ranks called different things (`called`): its next check raises."""
+        """This rank's launch was rolled back, as ranks called different things (`called`): its next check raises."""
         self._different_calls = called
 
     def all_gather_checked(self, what: str, value: Any, **values: Hashable) -> list[Any]:
@@ -561,7 +561,7 @@ def _format_call(call: Any) -> str:
 
 
 def named(name: str) -> Group:
-    """The group with this `group_name` that the calling rank belongs to, or that of the torch process group so named."""
+    """The calling rank's group with this `group_name`, or that of the torch process group with this name."""
     return resolve(name)
 
 
