@@ -203,6 +203,21 @@ SUBGROUPS = """
 """
 
 
+FILES = """
+    group = mk.init(timeout=WAIT)
+    before = len(os.listdir("/proc/self/fd"))
+    groups = [group.subset([0, 1, 2]) for _ in range(5)]
+    x = [mk.empty(16) for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 5 + 5
+    for each in groups:
+        each.close()
+"""
+
+
+def test_a_group_or_a_tensor_takes_one_file_descriptor_however_many_ranks_share_it():
+    assert_right(FILES, 3)
+
+
 def test_subgroups_have_boards_of_their_own_and_leave_nothing_behind():
     assert_right(SUBGROUPS, 3)
 

@@ -311,6 +311,43 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on():
         assert f"right on rank {rank}" in output, output
 
 
+LATE_FAILURE = """
+    import torch
+    from support.patience import WAIT
+    import mkernel as mk
+    from mkernel.runtime import tuned
+
+    torch.distributed.init_process_group("gloo")
+    connections = []
+
+    def failing(group):
+        connections.append(group.world.network.connections)
+        assert len(connections[0]) == 1
+        raise ValueError("something")
+
+    usual, tuned.table_of = tuned.table_of, failing
+    try:
+        mk.init(timeout=WAIT, gpus_per_node=1, transport="tcp")
+        raise SystemExit("made")
+    except ValueError as failure:
+        assert str(failure) == "something", failure
+    assert connections == [{}]
+    torch.distributed.barrier()
+    tuned.table_of = usual
+    group = mk.init(timeout=WAIT, gpus_per_node=1, transport="tcp")
+    group.close()
+    print("right on rank", torch.distributed.get_rank())
+    torch.distributed.barrier()
+"""
+
+
+def test_a_group_that_fails_late_leaves_no_connection_and_can_be_made_again():
+    (zero, code), (one, other) = run_ranks(LATE_FAILURE, 2)
+    assert (code, other) == (0, 0), zero + one
+    assert "right on rank 0" in zero, zero
+    assert "right on rank 1" in one, one
+
+
 INTERRUPTED_EARLY = """
     import torch
     from support.patience import WAIT

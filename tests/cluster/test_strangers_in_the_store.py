@@ -99,6 +99,29 @@ def test_what_a_stranger_wrote_is_refused(how):
     assert "code ran" not in zero + one, zero + one
 
 
+def test_what_one_rank_refuses_before_it_knows_the_others():
+    """They do not wait for it until their timeout."""
+    program = """
+        import os
+        from support.patience import HANG
+        import mkernel as mk
+
+        for wrong in ("secret", "transport"):
+            here = os.environ["RANK"] == "1"
+            os.environ["MKERNEL_SECRET"] = "short" if here and wrong == "secret" else "0123456789abcdef"
+            try:
+                mk.init(timeout=2 * HANG, transport="tpc" if here and wrong == "transport" else "tcp")
+            except mk.ArgumentError as refusal:
+                print(refusal, flush=True)
+    """
+    (zero, code), (one, other) = run_ranks(program, 2)
+    assert (code, other) == (0, 0), zero + one
+    first, second = zero.splitlines()
+    assert first.startswith("rank 1 refused its call of mk.init: MKERNEL_SECRET has 5 characters")
+    assert second.startswith("rank 1 refused its call of mk.init: transport must be 'auto', ")
+    assert [line.startswith("MKERNEL_SECRET") for line in one.splitlines()] == [True, False]
+
+
 def test_ranks_with_another_secret_are_named():
     program = """
         import os

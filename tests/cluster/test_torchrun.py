@@ -58,6 +58,28 @@ def test_calls(nodes, gpus_per_node):
     assert_right(on_cluster(CALLS, nodes, gpus_per_node), nodes * gpus_per_node)
 
 
+def test_tensors_that_all_ranks_have_dropped_are_freed():
+    """The transport keeps nothing of them, although its last requests to them may have been in flight."""
+    program = """
+        import torch
+        from support.patience import WAIT
+        import mkernel as mk
+
+        group = mk.init(timeout=WAIT, gpus_per_node=1, transport="tcp")
+        transport = group.world.network.connection(group).transport
+        for _ in range(20):
+            x = mk.empty(16, 16).fill_(1)
+            assert (mk.all_gather_matmul(x, x) == 16).all()
+        assert len(transport._segments) <= 6, list(transport._segments)
+        assert open("/proc/self/maps").read().count("mkernel memory") <= 6
+        group.close()
+        del x
+        assert open("/proc/self/maps").read().count("mkernel memory") <= 1
+        print("right on rank", group.rank)
+    """
+    assert_right(program, 2)
+
+
 def test_long_exchanges():
     """torch's store takes values up to 8 MiB, and names up to 8 KiB; a trace, or a group of many ranks, has more."""
     program = """

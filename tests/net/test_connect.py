@@ -130,12 +130,12 @@ def test_what_is_asked_for_carries_requests(machine, transport, kind, ports):
             words = memory[segment][rank].view(torch.int64).numpy()
             eventually(lambda: words[1] == 1, f"signal of rank {rank}")
             assert (memory[segment][rank][6000:6100] == 10 * segment + (rank + 2) % 4 + 1).all()
+    together(*(lambda r=r: connect.wait_until_arrived(groups[r], transports[r], lambda: False) for r in range(4)))
     assert all(proxy.stop(10) for proxy in proxies)
     for transport in transports:
-        connect.detach(transport, 1)
-    if kind is VerbsTransport:
-        with pytest.raises(TransportError, match="segment 1 is not attached"):
-            transports[0].detach(1)
+        transport.detach(1)
+    with pytest.raises(TransportError, match="segment 1 is not attached"):
+        transports[0].detach(1)
     close_all(transports)
 
 

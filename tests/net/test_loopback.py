@@ -233,6 +233,13 @@ def test_an_idle_proxy_takes_little_time(job):
     )
     assert rounds < passed / 40e-6
     assert used < 0.5 * passed
+    time.sleep(1.0)
+    before, start = rank.proxy.statistics.idle_loops, time.monotonic()
+    time.sleep(0.3)
+    assert rank.proxy.statistics.idle_loops - before < (time.monotonic() - start) / 0.8e-3
+    rank.data[:8] = 5
+    rank.put(0, 0, 8, 8)
+    rank.wait(0, 1)  # it has not fallen asleep
     stop_all([rank])
 
 

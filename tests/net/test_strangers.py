@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import os
 import random
+import resource
 import socket
 import struct
 import threading
@@ -160,6 +163,21 @@ def test_a_flood_of_connections():
         stranger.close()
 
 
+def test_too_few_file_descriptors_are_named():
+    """What connects is not refused, but waits in the system's queue."""
+    zero, limits = TcpTransport(0, 2, SECRET), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection((HOST, zero.port), timeout=HANG):
+        free = os.dup(0)  # the lowest number that is
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            with pytest.raises(TransportError, match="connections could not be accepted: Too many open files"):
+                zero.connect({1: (HOST, 0)}, timeout=0.3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    zero.close()
+
+
 def test_nobody_listens_once_all_are_there():
     transports = [TcpTransport(rank, 2, SECRET) for rank in range(2)]
     connect(transports)
@@ -213,11 +231,37 @@ def test_a_stranger_who_listens_learns_nothing_useful():
         assert heard[0][1] == b""
 
 
+def proof(role: bytes, said: bytes) -> bytes:
+    return hmac.new(SECRET, role + said, hashlib.sha256).digest()
+
+
+@pytest.mark.thorough
+def test_a_rank_that_has_proven_itself_waits_for_the_answer():
+    """The acceptor may count on the stream since it has read the proof. A busy one answers late."""
+    with socket.socket() as acceptor, TcpTransport(1, 2, SECRET, streams=1) as one:
+        acceptor.bind((HOST, 0))
+        acceptor.listen()
+
+        def accept() -> None:
+            caller, _ = acceptor.accept()
+            with caller:
+                caller.settimeout(HANG)
+                said = caller.recv(64, socket.MSG_WAITALL) + bytes(32)
+                caller.sendall(said[64:] + proof(b"accept", said))
+                assert caller.recv(32, socket.MSG_WAITALL) == proof(b"dial", said)
+                time.sleep(6)  # longer than it waits for a challenge
+                caller.sendall(b"WELCOME\0")
+                assert caller.recv(1) == b""
+
+        def dial() -> None:
+            one.connect({0: acceptor.getsockname()}, timeout=HANG)
+            one.close(0)
+
+        together(accept, dial)
+
+
 def test_a_rank_that_knows_the_secret_and_talks_nonsense_is_named():
     """The handshake done by hand, then a header with a length beyond all bounds."""
-    import hashlib
-    import hmac
-
     zero = Rank(TcpTransport(0, 2, SECRET, streams=1))
     zero.data[:] = 3
     with socket.create_connection((HOST, zero.transport.port), timeout=HANG) as peer:
@@ -227,8 +271,8 @@ def test_a_rank_that_knows_the_secret_and_talks_nonsense_is_named():
             peer.sendall(first)
             challenge = peer.recv(64, socket.MSG_WAITALL)
             said = first + challenge[:32]
-            assert challenge[32:] == hmac.new(SECRET, b"accept" + said, hashlib.sha256).digest()
-            peer.sendall(hmac.new(SECRET, b"dial" + said, hashlib.sha256).digest())
+            assert challenge[32:] == proof(b"accept", said)
+            peer.sendall(proof(b"dial", said))
             assert peer.recv(8, socket.MSG_WAITALL) == b"WELCOME\0"
 
         together(dial, lambda: zero.transport.connect({1: (HOST, 0)}, timeout=HANG))

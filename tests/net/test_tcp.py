@@ -152,9 +152,11 @@ def test_a_rank_that_leaves_in_order_is_not_a_loss():
         ranks.clear()
 
 
-def test_a_killed_peer_is_named():
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_killed_peer_is_named(forks):
+    """Also if a child lives on that it has forked, such as a worker of a data loader."""
     program = f"""
-import sys, torch
+import os, sys, time, torch
 from mkernel.net import Proxy, TcpTransport
 transport = TcpTransport(1, 2, {SECRET!r}, streams=3)
 transport.attach(0, torch.zeros(1 << 16, dtype=torch.uint8))
@@ -162,15 +164,21 @@ ring = torch.zeros(72, dtype=torch.int64)
 ring[{CAPACITY}] = 8
 transport.connect({{0: ("127.0.0.1", int(sys.argv[1]))}}, {HANG})
 proxy = Proxy(ring, transport)
-print("ready", flush=True)
+child = os.fork() if {forks} else -1
+if child == 0:
+    time.sleep({HANG})
+    os._exit(0)
+print("ready", child, flush=True)
 sys.stdin.read()
 """
+    forked = -1
     zero = Rank(TcpTransport(0, 2, SECRET, streams=3, peer_timeout=2 * HANG))  # not what tells of the loss
     command = [sys.executable, "-c", program, str(zero.transport.port)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         zero.transport.connect({1: ("127.0.0.1", 0)}, HANG)
-        assert child.stdout.readline() == "ready\n"
+        ready, forked = child.stdout.readline().split()
+        assert ready == "ready"
         for i in range(50):
             zero.producer.wait_sent(zero.put(1, 0, 0, 1000, value=i + 1))
         assert zero.proxy.error is None
@@ -178,6 +186,8 @@ sys.stdin.read()
         assert "network proxy of rank 0: rank 1 at 127.0.0.1:" in zero.failure()
     finally:
         child.kill()
+        if int(forked) > 0:
+            os.kill(int(forked), signal.SIGKILL)
         child.communicate()
         end([zero])
 
@@ -207,6 +217,16 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_others():
     quick.wait(0, 800)
     assert zero.producer.completed < 800
     end([zero, slow, quick])
+
+
+def test_requests_that_have_arrived_are_counted():
+    with tcp_job(2, 4 * MIB) as (zero, one):
+        for i, size in enumerate((0, 8, 3 * MIB)):
+            zero.put(1, 0, 0, size, signal=i)
+        one.put(0, 0, 0, 8)
+        eventually(lambda: one.transport.counts(0) == (1, 3), "all arrive")
+        assert list(one.signals[:3]) == [1, 1, 1]
+        eventually(lambda: zero.transport.counts(1) == (3, 1), "all arrive")
 
 
 def test_stop_while_busy():
@@ -303,6 +323,23 @@ def test_peers_that_do_not_come():
         with TcpTransport(1, 2, SECRET) as one, pytest.raises(TransportError) as caught:
             one.connect({0: ("127.0.0.1", port)}, timeout=0.3)
     assert f"rank 0 at 127.0.0.1:{port} (0 of 4 streams came; the last try: cannot connect" in str(caught.value)
+
+
+def test_a_signal_ends_the_wait_for_peers():
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        zero = TcpTransport(0, 2, SECRET)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Interrupted):
+            zero.connect({1: ("127.0.0.1", 0)}, timeout=HANG)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_peer_that_listens_later_is_waited_for():

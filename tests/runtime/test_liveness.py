@@ -9,7 +9,7 @@ import pytest
 from support.forked_processes import SOURCE, Fork
 
 import mkernel as mk
-from mkernel.runtime import liveness
+from mkernel.runtime import liveness, shared_files
 from mkernel.runtime.store_exchange import LostRanks, StoreExchange
 
 PEER = """
@@ -110,9 +110,8 @@ def test_nothing_is_left_of_a_watch(peer):
 
 
 def test_a_page_that_is_damaged_says_nothing():
-    handle = os.memfd_create("page")
-    os.ftruncate(handle, liveness.PAGE_BYTES)
-    page = liveness.Page(handle)
+    handle = shared_files.create("page", liveness.PAGE_BYTES)
+    page = liveness.Page(os.getpid(), handle)
     assert page.read() == {}
     page.write({"left": {"a": "b"}})
     assert page.read() == {"left": {"a": "b"}}
@@ -123,8 +122,19 @@ def test_a_page_that_is_damaged_says_nothing():
     ):
         os.pwrite(handle, damage, 0)
         assert page.read() == {}
-    page.close()
     os.close(handle)
+
+
+def test_the_longest_reasons_fit_on_the_page(peer, watched):
+    _, told = watched
+    peer.do(
+        f"[me.leave(str(i) * 32, chr(0x1F600) * {liveness.LONGEST_REASON}) for i in range({liveness.MOST_REASONS})]"
+    )
+    groups = [told.get(timeout=SECONDS)[1] for _ in range(liveness.MOST_REASONS)]
+    assert sorted(groups) == [str(i) * 32 for i in range(liveness.MOST_REASONS)]
+    peer.stdin.close()
+    peer.process.wait(SECONDS)
+    assert told.empty(), "a process that has ended in order is not lost"
 
 
 def test_the_rank_that_ended_first_is_the_one_that_was_lost():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "attach": (ctypes.c_int, [Handle, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int]),
     "detach": (ctypes.c_int, [Handle, ctypes.c_uint32]),
+    "counts": (
+        ctypes.c_int,
+        [Handle, ctypes.c_uint32, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_int64)],
+    ),
+    "descriptors": (ctypes.c_int, [Handle, ctypes.POINTER(ctypes.c_int), ctypes.c_int]),
     "post": (ctypes.c_int, [Handle, ctypes.c_char_p]),
     "poll": (ctypes.c_int, [Handle]),
     "transport_stop": (ctypes.c_int, [Handle, ctypes.c_int64]),
@@ -148,6 +154,27 @@ def _finalize(owner: Any, destroy: Callable[[Any], None], handle: Any, keep: Any
     return weakref.finalize(owner, end, keep)
 
 
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()  # of this process
+
+
+def _close_in_child() -> None:
+    """A forked child would keep the connections of its parent open, and peers would not notice when the parent ends."""
+    for transport in _transports:
+        transport._close_copies()
+    _transports.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _inode(descriptor: int) -> int:
+    """Tells what a file descriptor stands for; -1: nothing."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return -1
+
+
 def _device_of(memory: torch.Tensor) -> int:
     """The number of a tensor's CUDA device; -1 for the host."""
     return memory.get_device() if memory.device.type == "cuda" else -1
@@ -161,6 +188,8 @@ class Transport:
         self._handle = handle
         self._process = os.getpid()
         self._segments: dict[int, torch.Tensor] = {}
+        self._descriptors: dict[int, int] = {}  # that a forked child closes, with what they stand for
+        _transports.add(self)
         self._end = _finalize(self, library().transport_destroy, handle, self._segments)
 
     @property
@@ -185,6 +214,24 @@ class Transport:
         library().check(library().detach(self._open, segment))
         self._segments.pop(segment, None)
 
+    def counts(self, peer: int) -> tuple[int, int]:
+        """How many requests to this peer were posted, and how many of its requests have arrived in full. (0, 0) if
+        requests are complete only when they have arrived."""
+        sent, arrived = ctypes.c_int64(), ctypes.c_int64()
+        library().check(library().counts(self._open, peer, ctypes.byref(sent), ctypes.byref(arrived)))
+        return sent.value, arrived.value
+
+    def _note_descriptors(self) -> None:
+        found = (ctypes.c_int * library().check(library().descriptors(self._open, None, 0)))()
+        count = min(library().check(library().descriptors(self._open, found, len(found))), len(found))
+        self._descriptors = {each: _inode(each) for each in found[:count]}
+
+    def _close_copies(self) -> None:
+        """In a forked child. A number that stands for something else by now was closed before."""
+        for each, inode in self._descriptors.items():
+            if inode >= 0 and _inode(each) == inode:
+                os.close(each)
+
     def post(self, request: bytes) -> bool:
         """Without a proxy: start a transfer, with the words of a request as in `mkernel.lang.requests`. False if the
         peer is busy: poll and try again. Only one thread may post and poll."""
@@ -199,6 +246,7 @@ class Transport:
         With timeout 0 the peers are not notified, and consider this rank lost."""
         _check_process(f"the transport of rank {self.rank}", self._process)
         if self._end.alive:
+            self._descriptors = {}
             library().check(library().transport_stop(self._handle, milliseconds(timeout)))
             self._end()
 
@@ -210,6 +258,29 @@ class Transport:
             self.close()
         else:
             self.close(timeout=0)
+
+
+def _interruptible(call: Callable[[], Any], give_up: Callable[[], None]) -> None:
+    """Make a call of the native library that may take long. While it runs, no handler of a signal does: so it runs in a
+    thread, and what a handler raises ends it by `give_up`."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        give_up()
+        thread.join()
+        raise
+    if errors:
+        raise errors.pop()
 
 
 class LoopbackTransport(Transport):
@@ -265,6 +336,7 @@ class TcpTransport(Transport):
         handle = create(rank, size, secret, len(secret), streams, listen.encode(), port, patience)
         super().__init__(library().check(handle), rank)
         self.size = size
+        self._note_descriptors()
         self.port: int = library().check(library().tcp_port(handle))
 
     def connect(self, peers: Mapping[int, tuple[str, int]], timeout: float = 30.0) -> None:
@@ -273,7 +345,11 @@ class TcpTransport(Transport):
         table = (_Address * len(peers))()
         for entry, (peer, (host, port)) in zip(table, peers.items()):
             entry.peer, entry.host, entry.port = peer, host.encode(), port
-        library().check(library().tcp_connect(self._open, table, len(peers), milliseconds(timeout)))
+        _interruptible(
+            lambda: library().check(library().tcp_connect(self._open, table, len(peers), milliseconds(timeout))),
+            lambda: self.close(0),
+        )
+        self._note_descriptors()
 
 
 class Proxy:
@@ -282,7 +358,8 @@ class Proxy:
     Args:
         ring: 64-bit words as `mkernel.lang.requests` lays them out, with CAPACITY set.
         cpu: the core to pin the thread to.
-        idle_sleep: the most seconds that the thread sleeps when there is nothing to do; 0: it never sleeps.
+        idle_sleep: the most seconds that the thread sleeps when there is nothing to do; 20 times as long after a second
+            in which there was nothing. 0: it never sleeps.
         spin: seconds that the thread polls for work before it sleeps for the first time.
     """
 

@@ -50,6 +50,7 @@ class RdmaTransport(Transport):
         )
         super().__init__(library().check(handle), rank)
         self.ports = list(ports)
+        self._note_descriptors()
 
     def describe(self, peer: int) -> bytes:
         """What `peer` needs for its `connect`."""

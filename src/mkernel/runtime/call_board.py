@@ -23,6 +23,7 @@ them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import mmap
@@ -33,7 +34,8 @@ import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mkernel.runtime import messages
+from mkernel.runtime import messages, shared_files
+from mkernel.runtime.shared_files import Page
 
 if TYPE_CHECKING:
     from mkernel.runtime.call_link import CallLink
@@ -115,7 +117,7 @@ def page_bytes(writers: int) -> int:
 
 
 def open_board(
-    group: Group, hosts: Sequence[Hashable], open_link: Callable[[Group, Machines, mmap.mmap], CallLink | None]
+    group: Group, hosts: Sequence[Hashable], open_link: Callable[[Group, Machines, Page], CallLink | None]
 ) -> CallBoard | None:
     """The board of a new group; None on all ranks if one cannot map the pages of the others on its machine, or if ranks
     of several machines cannot be connected. Collective.
@@ -125,17 +127,16 @@ def open_board(
         open_link: connects the ranks of several machines; collective, and None on all ranks if it fails on one.
     """
     machines = Machines(group.rank, hosts)
-    pages: dict[int, mmap.mmap] = {}
+    pages: dict[int, Page] = {}
     token, handle = os.urandom(16), -1
     try:
-        with contextlib.suppress(OSError, ValueError):
-            handle = os.memfd_create("mkernel calls")
+        with contextlib.suppress(OSError):
             own_bytes = page_bytes(len(machines.writers(group.rank)))
-            os.ftruncate(handle, own_bytes)
-            pages[group.rank] = mmap.mmap(handle, own_bytes)
+            handle = shared_files.create("calls", own_bytes)
+            pages[group.rank] = shared_files.map_page(os.getpid(), handle, own_bytes)
             pages[group.rank][_TOKEN] = token
         everyone = group.exchange("call board", (os.getpid(), handle, token))
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             for rank in machines.local:
                 if rank != group.rank:
                     process, opened, its_token = everyone[rank]
@@ -144,32 +145,18 @@ def open_board(
             link = open_link(group, machines, pages[group.rank]) if machines.others else None
             if link is not None or not machines.others:
                 return CallBoard(group.rank, pages, machines, link)
-    except BaseException:
-        _close(pages)
-        raise
     finally:
         if handle >= 0:
             os.close(handle)  # by now, all ranks have mapped the page
-    _close(pages)
     return None
 
 
-def _map_page(process: int, handle: int, token: bytes, nbytes: int = PAGE_BYTES) -> mmap.mmap:
-    """The page of another process, to read. Raises OSError or ValueError if it cannot be mapped."""
-    opened = os.open(f"/proc/{process}/fd/{handle}", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        page = mmap.mmap(opened, nbytes, prot=mmap.PROT_READ)
-    finally:
-        os.close(opened)
+def _map_page(process: int, handle: int, token: bytes, nbytes: int = PAGE_BYTES) -> Page:
+    """The page of another process, to read. Raises OSError if it cannot be mapped."""
+    page = shared_files.map_page(process, handle, nbytes)
     if page[_TOKEN] != token:  # of another PID namespace
-        page.close()
-        raise ValueError(f"file descriptor {handle} of process {process} is something else")
+        raise OSError(errno.EBADF, f"file descriptor {handle} of process {process} is something else")
     return page
-
-
-def _close(pages: Mapping[int, mmap.mmap]) -> None:
-    for page in pages.values():
-        page.close()
 
 
 class CallBoard:
@@ -182,7 +169,7 @@ class CallBoard:
     """
 
     def __init__(
-        self, rank: int, pages: Mapping[int, mmap.mmap], machines: Machines | None = None, link: CallLink | None = None
+        self, rank: int, pages: Mapping[int, Page], machines: Machines | None = None, link: CallLink | None = None
     ):
         self._pages = pages
         self._own = pages[rank]
@@ -248,10 +235,9 @@ class CallBoard:
         """`seconds`: how long to wait until what was written has reached the other machines."""
         if self._link is not None:
             self._link.close(seconds)
-        _close(self._pages)
 
 
-def _read(page: mmap.mmap, slot: slice) -> tuple[int, int, bytes]:
+def _read(page: Page, slot: slice) -> tuple[int, int, bytes]:
     """A record: number, last number confirmed, digest. Number 0 if it has not been written, or is being written."""
     found = page[slot]
     body = found[: _BODY.size]

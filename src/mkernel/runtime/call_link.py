@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from mkernel.net.library import TcpTransport
 from mkernel.runtime import connect
 from mkernel.runtime.call_board import Machines, Place
 from mkernel.runtime.errors import MKernelError, TransportError
+from mkernel.runtime.shared_files import Page
 
 if TYPE_CHECKING:
     from mkernel.runtime.group import Group
@@ -46,7 +46,7 @@ class CallLink:
         error: why that no longer works; None if it does.
     """
 
-    def __init__(self, transport: TcpTransport, page: mmap.mmap, readers: Sequence[tuple[int, Place]]):
+    def __init__(self, transport: TcpTransport, page: Page, readers: Sequence[tuple[int, Place]]):
         """`readers`: the ranks to send to, and where their pages have this rank's records."""
         self.error: str | None = None
         self._transport: TcpTransport | None = transport
@@ -89,7 +89,7 @@ class CallLink:
             self._transport = None  # and with it the page
 
 
-def open_link(group: Group, machines: Machines, page: mmap.mmap, address: str, key: bytes) -> CallLink | None:
+def open_link(group: Group, machines: Machines, page: Page, address: str, key: bytes) -> CallLink | None:
     """Connect the ranks of several machines; None on all of them if that fails on one. Collective.
 
     Args:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TEST_SEGMENT = (1 << 23) - 1  # the heap numbers its segments from 0
 TEST_SECONDS = 10.0
+CONNECT_SECONDS = 60.0  # all ranks come to this at the same time, after an exchange: only a lost one takes longer
 PEER_SECONDS = 30.0  # without a sign of life from a machine; a rank that is late but alive gives one
 
 
@@ -41,7 +42,7 @@ def open_transport(group: Group, config: TransportConfig, address: Callable[[], 
     """A transport connected to this rank's counterparts. Collective.
 
     Args:
-        address: returns the address at which other machines reach this one; collective, too.
+        address: returns the address at which the other ranks reach this one.
         secret: known only to the ranks of the group.
     """
     group.agree("mk.init", transport=type(config).__name__)
@@ -74,17 +75,28 @@ def attach(group: Group, transport: Transport, segments: Mapping[int, torch.Tens
         raise problem
 
 
-def detach(transport: Transport, segment: int) -> None:
-    """All ranks are done with the segment, and all of their requests have completed."""
-    if isinstance(transport, VerbsTransport):
-        transport.detach(segment)  # completed means written, so nothing more can arrive
-    # Other transports keep it until the group is closed: the signal of a completed request may still be in flight.
+def wait_until_arrived(group: Group, transport: Transport, failed: Callable[[], bool]) -> None:
+    """Once this rank's requests have completed: wait until those of its counterparts have arrived. Until then, their
+    last ones may be in flight: those that nobody waits for. Collective."""
+
+    def counts(peer: int) -> tuple[int, int]:
+        try:
+            return transport.counts(peer)
+        except TransportError:  # the network has failed: nothing arrives any more
+            return 0, 0
+
+    sent = group.exchange("network", {peer: counts(peer)[0] for peer in counterparts(group)})
+    deadline = time.monotonic() + group.timeout
+    for peer in counterparts(group):
+        while counts(peer)[1] < sent[peer][group.rank] and not failed() and time.monotonic() < deadline:
+            time.sleep(1e-4)
 
 
 def _open_tcp(group: Group, config: Tcp, here: str, secret: bytes) -> Transport:
     transport = listen(group, config, here, secret)
     endpoints = group.exchange("network", (here, transport.port))
-    transport.connect({rank: endpoints[rank] for rank in counterparts(group)}, group.timeout)
+    timeout = min(group.timeout, CONNECT_SECONDS)
+    transport.connect({rank: endpoints[rank] for rank in counterparts(group)}, timeout)
     return transport
 
 

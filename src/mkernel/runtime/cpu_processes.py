@@ -1,13 +1,11 @@
 """Ranks as processes on CPUs: each interprets the CTAs of its own rank.
 
 The ranks of a node share memory; nodes talk over TCP or RDMA, through the same native proxy that serves GPUs. So
-everything but the GPU itself is real, and runs on a laptop. Shared memory has no name in the file system (peers open it
-through its owner's /proc entry), so nothing is left behind, however a process ends.
+everything but the GPU itself is real, and runs on a laptop.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 import weakref
@@ -18,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from mkernel.net.config import TransportConfig
+from mkernel.runtime import shared_files
+from mkernel.runtime.errors import MKernelError
 from mkernel.runtime.gpus import SimulatedGpu
 from mkernel.runtime.group import Group
 from mkernel.runtime.network import NativeNetwork
@@ -43,7 +43,7 @@ class CpuProcesses:
         self.size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         self.links = Links()
-        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cpu", timeout)
+        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, transport, "cpu", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
         self.simulated_gpu: SimulatedGpu | None = None
         self.gpu_ids = list(range(self.size))
@@ -51,7 +51,7 @@ class CpuProcesses:
         scheduler = RealTimeScheduler(self.rank, Options())
         simulator = Simulator(self.size, scheduler, Options())
         self.memory = SharedMemory(simulator)
-        self.network = NativeNetwork(ProcessConnector(transport, self.exchange.messages))
+        self.network = NativeNetwork(ProcessConnector(transport, self.exchange))
         self.launcher = InlineLauncher(simulator, HostClock())
         self.stream = self.launcher.execution.stream  # as in the simulator, but calls return when they have finished
         scheduler.on_idle = ProxyMonitor(self.launcher, self.network).poll
@@ -72,7 +72,7 @@ class ProxyMonitor:
         self._idles += 1
         if self._idles % IDLES_PER_POLL:
             return
-        for name, connection in self._network.connections.items():
+        for name, connection in list(self._network.connections.items()):  # another thread may make a group
             if name not in self._failed and connection.proxy.error is not None:
                 self._failed.add(name)
                 self._launcher.wake_all()
@@ -103,9 +103,12 @@ class SharedMemory:
         self.empty, self.maker = plain.empty, plain.maker
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
-        handle = os.memfd_create("mkernel")
-        os.ftruncate(handle, max(nbytes, 1))
-        memory = self._map(handle, nbytes)
+        handle = shared_files.create("memory", max(nbytes, 1))
+        try:
+            memory = self._map(os.getpid(), handle, nbytes)
+        except OSError:
+            os.close(handle)
+            raise
         self._files[memory.data_ptr()] = handle
         weakref.finalize(memory.untyped_storage(), _release, self._files, self._mapped, memory.data_ptr())
         return memory
@@ -113,8 +116,8 @@ class SharedMemory:
     def unmap(self, memory: torch.Tensor) -> None:
         self._mapped.pop(memory.data_ptr(), None)
 
-    def _map(self, handle: int, nbytes: int) -> torch.Tensor:
-        memory = torch.frombuffer(mmap.mmap(handle, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    def _map(self, process: int, handle: int, nbytes: int) -> torch.Tensor:
+        memory = shared_files.map_bytes(process, handle, max(nbytes, 1))[:nbytes]
         self._allow(memory, None)
         return memory
 
@@ -127,11 +130,13 @@ class SharedMemory:
             process, file, address, nbytes = shared
             if process == os.getpid():
                 return address
-            handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
             try:
-                peers.append(self._map(handle, nbytes))
-            finally:
-                os.close(handle)
+                peers.append(self._map(process, file, nbytes))
+            except OSError as problem:
+                raise MKernelError(
+                    f"the memory of process {process} cannot be mapped: {problem}. Ranks of one node are processes of "
+                    f"the same user, in one container; mk.init(gpus_per_node=1) makes every rank a node of its own"
+                ) from problem
             return peers[-1].data_ptr()
 
         return exchange_addresses(group, (os.getpid(), self._files[own], own, memory.numel()), address_of)

@@ -52,7 +52,7 @@ class CudaProcesses:
         self.size = size = dist.get_world_size(process_group)
         self.rank = rank = dist.get_rank(process_group)
         self.links = Links()
-        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, "cuda", timeout)
+        self.exchange, self.node_ids = introduce(process_group, gpus_per_node, transport, "cuda", timeout)
         self.label = label_of(process_group, self.exchange.messages.number)
         self.simulated_gpu: SimulatedGpu | None = None
         properties: Any = torch.cuda.get_device_properties(device)
@@ -65,7 +65,7 @@ class CudaProcesses:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             os.environ["TORCH_SYMMMEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         self.memory = SymmetricMemory(rank, device, self.gpu_ids, self.exchange, timeout)
-        self.network = NativeNetwork(ProcessConnector(transport, self.exchange.messages))
+        self.network = NativeNetwork(ProcessConnector(transport, self.exchange))
         self.launcher = CudaLauncher(self.devices, shares_of(gpus), self.network)
 
 

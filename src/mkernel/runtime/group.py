@@ -131,6 +131,7 @@ class Group:
             self._open()
         except BaseException as failure:
             self.failed("mk.init", failure)
+            world.network.abort(self)
             raise
         group_names.add(self)
 
@@ -247,7 +248,7 @@ class Group:
         """Wait for everything this rank has queued, and for the network requests it has posted."""
         self._launcher.synchronize(self.world_rank)
         if self._ring is not None:
-            self.world.network.wait_until_drained(self._ring, self.timeout)
+            self.world.network.wait_until_drained(self, self._ring)
 
     def check(self) -> None:
         """Raise if a kernel of this group gave up a wait on this rank: CommTimeout (RankLost if a rank is gone), or
@@ -318,8 +319,10 @@ class Group:
             from mkernel.runtime import process_groups
 
             process_groups.forget(self)
-            self.world.network.disconnect(self)
-            self.world.exchange.leave(self)
+            try:
+                self.world.network.disconnect(self)
+            finally:
+                self.world.exchange.leave(self)
 
     # -- for operators
 
@@ -352,8 +355,7 @@ class Group:
         return [value for _, value in given]
 
     def mark_out_of_sync(self, late: CommTimeout | TransportError) -> None:
-        """The ranks' counts of exchanges have diverged: a late value would be taken for another exchange's. The group
-        is broken."""
+        """The ranks' counts of exchanges diverged: a late value would be taken for another's. This breaks the group."""
         if isinstance(late, CommTimeout):
             late.group = self.name
         if self._broken is None:
@@ -429,8 +431,7 @@ class Group:
         self._confirmed = True
 
     def set_different_calls(self, called: Sequence[Any]) -> None:
-        """What this rank launched was rolled back, because other ranks called something else: its next check raises.
-        `called`: what each rank called."""
+        """This rank's launch was rolled back, as ranks called different things (`called`): its next check raises."""
         self._different_calls = called
 
     def all_gather_checked(self, what: str, value: Any, **values: Hashable) -> list[Any]:
@@ -560,8 +561,7 @@ def _format_call(call: Any) -> str:
 
 
 def named(name: str) -> Group:
-    """The group with this `group_name` that the calling rank belongs to, or the one of the torch process group of this
-    name."""
+    """The calling rank's group with this `group_name`, or that of the torch process group with this name."""
     return resolve(name)
 
 

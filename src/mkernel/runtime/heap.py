@@ -133,7 +133,7 @@ class Heap:
         if not numbers:
             return
         self._group.quiet()
-        self._group.barrier()
+        self._group.world.network.wait_until_arrived(self._group)
         for number in sorted(numbers):
             self._group.world.network.register(self._group, number, None)
             self._group.world.memory.unmap(self._segments.pop(number).memory)

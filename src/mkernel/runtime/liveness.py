@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import mmap
 import os
 import select
 import struct
@@ -26,9 +25,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-PAGE_BYTES = 4096
+from mkernel.runtime import shared_files
+
+PAGE_BYTES = 32768  # the longest status, with every character of the reasons escaped
 POLL_SECONDS = 0.25  # between two polls of the pages
 LONGEST_REASON = 200  # characters
+MOST_REASONS = 8
 ENDED = "its process has ended"
 _HEAD = struct.Struct("<II")  # version (odd while the page is being written), length of the JSON text
 
@@ -36,11 +38,11 @@ _HEAD = struct.Struct("<II")  # version (odd while the page is being written), l
 class Page:
     """The page of one process: its own, which it writes, or that of a peer, which it reads."""
 
-    def __init__(self, handle: int):
-        self._memory = mmap.mmap(handle, PAGE_BYTES)
+    def __init__(self, process: int, handle: int):
+        self._memory = shared_files.map_page(process, handle, PAGE_BYTES)
 
     def write(self, status: Mapping[str, Any]) -> None:
-        text = json.dumps(status).encode()[: PAGE_BYTES - _HEAD.size]
+        text = json.dumps(status).encode()
         version, _ = _HEAD.unpack_from(self._memory)
         _HEAD.pack_into(self._memory, 0, version + 1, 0)
         self._memory[_HEAD.size : _HEAD.size + len(text)] = text
@@ -58,18 +60,14 @@ class Page:
             return {}
         return status if isinstance(status, dict) else {}
 
-    def close(self) -> None:
-        self._memory.close()
-
 
 class Presence:
     """This process, as its peers see it."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.handle = os.memfd_create("mkernel presence")
-        os.ftruncate(self.handle, PAGE_BYTES)
-        self._page = Page(self.handle)
+        self.handle = shared_files.create("presence", PAGE_BYTES)
+        self._page = Page(self.process, self.handle)
         self._left: dict[str, str] = {}
         self.worlds: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
         weakref.finalize(self, lambda: None)  # so that finalizers at exit run after `_end`
@@ -77,7 +75,7 @@ class Presence:
 
     def leave(self, group: str, why: str) -> None:
         """Tell the peers that this process has left a group in the middle of a call."""
-        if len(self._left) < 8:  # the page is small, and the first reasons matter most
+        if len(self._left) < MOST_REASONS:  # the first ones matter most
             self._left.setdefault(group, why[:LONGEST_REASON])
             self._page.write({"left": self._left})
 
@@ -129,12 +127,8 @@ class Watch:
                 self.gone[rank] = ENDED
             except OSError:
                 pass  # the system does not let us watch it: timeouts have to do
-            with contextlib.suppress(OSError, ValueError):
-                opened = os.open(f"/proc/{process}/fd/{handle}", os.O_RDWR)
-                try:
-                    self._pages[rank] = Page(opened)
-                finally:
-                    os.close(opened)
+            with contextlib.suppress(OSError):
+                self._pages[rank] = Page(process, handle)
         self._wake, self._stop = os.pipe()
         self._thread = threading.Thread(target=self._run, name="mkernel watch", daemon=True)
         self._process = os.getpid()
@@ -165,8 +159,6 @@ class Watch:
                 self._poll_pages(self._pages)
         for handle in (self._wake, *self._handles):
             os.close(handle)
-        for page in self._pages.values():
-            page.close()
 
     def _poll_pages(self, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # How long a proxy spins for the next request before it sleeps. On a GPU it should be awake when the next operator
 # starts; on CPUs the ranks need the cores.
 SPIN_SECONDS = {"cuda": 1e-3, "cpu": 20e-6}
-EXIT_SECONDS = 5.0  # to send what is left when the process exits
+EXIT_SECONDS = 5.0  # to send what is left when the process exits, in all groups together
+LAST_SECONDS = 0.05  # for the last message of a group after that
 
 
 class Connector(Protocol):
@@ -94,10 +95,18 @@ class NativeNetwork:
         else:
             self._connector.detach(connection.transport, segment)
 
-    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not poll_drained(ring) and time.monotonic() < deadline:
+    def wait_until_drained(self, group: Group, ring: torch.Tensor) -> None:
+        deadline = time.monotonic() + group.timeout
+        while not poll_drained(ring) and self.error(group) is None and time.monotonic() < deadline:
             time.sleep(1e-4)
+
+    def wait_until_arrived(self, group: Group) -> None:
+        connection = self.connection(group)
+        if connection is None:
+            return group.barrier()
+        from mkernel.runtime import connect
+
+        connect.wait_until_arrived(group, connection.transport, lambda: connection.proxy.error is not None)
 
     def error(self, group: Group) -> str | None:
         connection = self.connection(group)
@@ -117,10 +126,12 @@ class NativeNetwork:
         if group.broken:
             connection.close(0)
             return
-        connection.proxy.stop(group.timeout)
-        with contextlib.suppress(CommTimeout):
-            group.barrier()  # a rank must not close its transport while another one still sends
-        connection.transport.close()
+        try:
+            connection.proxy.stop(EXIT_SECONDS)  # the group has waited for its requests before
+            with contextlib.suppress(CommTimeout, TransportError):
+                group.barrier()  # a rank must not close its transport while another one still sends
+        finally:
+            connection.transport.close()
 
     def abort(self, group: Group) -> None:
         connection = self.connections.pop((group.name, group.world_rank), None)
@@ -130,10 +141,11 @@ class NativeNetwork:
     def shut_down(self) -> None:
         """The process exits with groups that are still open. Send what its kernels have posted, and close transports in
         order: peers may be in their last call, and must not take the exit for a loss."""
+        deadline = time.monotonic() + EXIT_SECONDS
         for connection in self.connections.values():
-            connection.proxy.stop(EXIT_SECONDS)
+            connection.proxy.stop(max(deadline - time.monotonic(), 0.0))
             with contextlib.suppress(TransportError):
-                connection.transport.close()
+                connection.transport.close(min(max(deadline - time.monotonic(), LAST_SECONDS), 1.0))
         self.connections.clear()
 
 

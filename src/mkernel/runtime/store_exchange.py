@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import mmap
 import os
 import threading
 import time
@@ -31,6 +30,7 @@ from mkernel.runtime.store import STORE_ERRORS, SignedStore
 
 if TYPE_CHECKING:
     from mkernel.runtime.call_link import CallLink
+    from mkernel.runtime.shared_files import Page
 
 log = logging.getLogger("mkernel")
 
@@ -51,7 +51,8 @@ class StoreExchange:
         self.lost = LostRanks(messages)
         self.on_last_leave: Callable[[], None] = lambda: None  # called when the last group was closed
         self.hosts: Sequence[Hashable] = ()  # identifies the machine of every rank
-        self.open_link: Callable[[Group, Machines, mmap.mmap], CallLink | None] = lambda *_: None
+        self.address = ""  # of this one, for the others; empty if there is none
+        self.open_link: Callable[[Group, Machines, Page], CallLink | None] = lambda *_: None
         self._boards: dict[Hashable, CallBoard] = {}  # by the name of the group
         self._process = os.getpid()
 

@@ -260,8 +260,13 @@ class Network(Protocol):
     def register(self, group: Group, segment: int, memory: torch.Tensor | None) -> None:
         """Let transfers access a segment of the group's heap on this rank; with None, no longer. Collective."""
 
-    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
-        """Wait until the proxy has completed every request in the ring, for `timeout` seconds at most."""
+    def wait_until_drained(self, group: Group, ring: torch.Tensor) -> None:
+        """Wait until the proxy has completed every request in the group's ring, or has failed, for the group's timeout
+        at most."""
+
+    def wait_until_arrived(self, group: Group) -> None:
+        """A barrier for ranks whose requests have completed. Afterwards, the requests of the others to this rank have
+        arrived, also those that it did not wait for. Collective."""
 
     def error(self, group: Group) -> str | None:
         """Why the group's network failed on this rank; None if it works."""

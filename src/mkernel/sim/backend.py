@@ -276,8 +276,11 @@ class SimNetwork:
             memory.reset(group._posting.data_ptr())
             group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
 
-    def wait_until_drained(self, ring: torch.Tensor, timeout: float) -> None:
-        self._simulator.scheduler.current_host().wait_until(lambda: poll_drained(ring), "the network", timeout)
+    def wait_until_drained(self, group: Group, ring: torch.Tensor) -> None:
+        self._simulator.scheduler.current_host().wait_until(lambda: poll_drained(ring), "the network", group.timeout)
+
+    def wait_until_arrived(self, group: Group) -> None:
+        group.barrier()  # a request completes when it arrives
 
     def error(self, group: Group) -> str | None:
         return None

@@ -433,6 +433,7 @@ ibv_context* ibv_open_device(ibv_device* device) {
   auto* context = new Context;
   context->owner = reinterpret_cast<Device*>(device);
   context->device = device;
+  context->cmd_fd = context->async_fd = -1;
   context->ops.post_send = post_send;
   context->ops.post_recv = post_recv;
   context->ops.poll_cq = poll_cq;

@@ -115,6 +115,11 @@ void exchange(const std::shared_ptr<Transport>& zero, const std::shared_ptr<Tran
     }
   }
   for (auto& thread : threads) thread.join();
+  for (uint32_t rank = 0; rank < 2; ++rank)
+    CHECK(eventually([&] {  // a transport counts, or its requests are complete only when they have arrived
+      uint64_t sent = ranks[1 - rank]->counts(rank).sent, arrived = ranks[rank]->counts(1 - rank).arrived;
+      return arrived == sent && (sent == 0 || sent >= static_cast<uint64_t>(kProducers * blocks));
+    }));
   for (auto& proxy : proxies) {
     CHECK(proxy->stop(kHang));
     CHECK(proxy->error().empty());

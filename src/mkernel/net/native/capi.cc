@@ -178,6 +178,23 @@ int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment) {
   });
 }
 
+int mkernel_net_counts(mkernel_net_transport* transport, uint32_t peer, int64_t* sent, int64_t* arrived) {
+  return guarded(-1, [&] {
+    auto counts = transport->transport->counts(peer);
+    *sent = static_cast<int64_t>(counts.sent);
+    *arrived = static_cast<int64_t>(counts.arrived);
+    return 0;
+  });
+}
+
+int mkernel_net_descriptors(mkernel_net_transport* transport, int* out, int size) {
+  return guarded(-1, [&] {
+    auto found = transport->transport->descriptors();
+    std::copy_n(found.begin(), std::min<size_t>(found.size(), static_cast<size_t>(std::max(size, 0))), out);
+    return static_cast<int>(found.size());
+  });
+}
+
 int mkernel_net_post(mkernel_net_transport* transport, const int64_t* request) {
   return guarded(-1, [&] { return transport->transport->post(request_of(request, 0)) ? 1 : 0; });
 }

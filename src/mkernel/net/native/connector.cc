@@ -20,6 +20,11 @@ Connector::Connector(const Job& job, const Address& listen) : job_(job), listene
   port_ = port_of(local_address(listener_.get()));
 }
 
+int Connector::descriptor() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return listener_.get();
+}
+
 void Connector::close() {
   closing_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +119,8 @@ void Connector::wait_for_events(std::list<Dial>& dials, Clock::time_point deadli
   now = Clock::now();
   auto finished = [&](PendingConnection& connection, short events) {
     if (events != 0 && progress(connection)) return true;
-    if (connection.failure.empty() && now >= connection.deadline) connection.failure = "it did not finish the handshake";
+    if (connection.failure.empty() && now >= connection.deadline && !connection.handshake.proven())
+      connection.failure = "it did not finish the handshake";
     return !connection.failure.empty();
   };
   size_t index = 0;
@@ -158,7 +164,10 @@ void Connector::accept_some() {
                         SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       // Out of descriptors or memory: the queue stays readable, so do not poll it for a while.
-      if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) no_accept_before_ = Clock::now() + kRetry;
+      if (errno != EAGAIN && errno != ECONNABORTED && errno != EINTR) {
+        no_accept_before_ = Clock::now() + kRetry;
+        not_accepted_ = errno_text();
+      }
       return;
     }
     if (pending_.size() >= kMaxPending) {
@@ -187,7 +196,7 @@ bool Connector::progress(PendingConnection& connection) {
     while (true) {
       while (!out.empty()) {
         ssize_t sent = ::send(connection.socket.get(), out.data(), out.size(), MSG_NOSIGNAL);
-        if (sent < 0 && errno == EAGAIN) return false;
+        if (sent < 0 && (errno == EAGAIN || errno == EINTR)) return false;
         if (sent < 0) fail("send: ", errno_text());
         out.erase(0, static_cast<size_t>(sent));
       }
@@ -240,6 +249,7 @@ void Connector::complain(const std::vector<PeerAddress>& peers, double waited_s)
     text += ")";
     separator = ", ";
   }
+  if (!not_accepted_.empty()) text += words("; connections could not be accepted: ", not_accepted_);
   if (refused_ > 0) text += words("; ", refused_, " connections were refused, the last from ", last_refused_);
   fail(text);
 }

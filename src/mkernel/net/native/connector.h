@@ -3,7 +3,8 @@
 // Of two ranks, the higher one dials. The listening socket is served only while a thread is in `connect`,
 // so unwanted connections cost a running job nothing: they wait in the kernel's queue. In `connect`, a
 // connection has a few seconds to finish the handshake. There are never more than kMaxPending pending
-// connections: a new one replaces the oldest. A peer that is dropped in this way tries again.
+// connections: a new one replaces the oldest. A peer that is dropped in this way tries again. A dialer that has sent its
+// proof waits until the acceptor answers or hangs up: the acceptor may count on the stream already.
 #pragma once
 
 #include <atomic>
@@ -37,6 +38,7 @@ class Connector {
  public:
   Connector(const Job& job, const Address& listen);
   int port() const { return port_; }
+  int descriptor();  // of the listening socket; -1: no longer
 
   // Returns the streams to the given peers once all of them are connected. Streams of peers that connect
   // early are kept for a later call.
@@ -88,6 +90,7 @@ class Connector {
   std::vector<bool> handed_over_;     // by peer
   std::map<uint32_t, std::string> why_;  // the last failure with each peer that we dialled
   std::string last_refused_;
+  std::string not_accepted_;  // why the last connection could not be
   int64_t refused_ = 0;
   Clock::time_point no_accept_before_{};
 };

@@ -24,8 +24,10 @@
 #if MKERNEL_HAS_EFA
 
 #include <arpa/inet.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <random>
 
 #include "cuda.h"
@@ -70,6 +72,7 @@ class EfaTransport : public RdmaBase {
   void connect(uint32_t peer, const std::string& description) override;
   bool post(const Request& request) override;
   bool poll(std::vector<int64_t>& completed) override;
+  Counts counts(uint32_t peer) override;
 
  protected:
   bool signals_by_host() const override { return true; }
@@ -90,9 +93,27 @@ class EfaTransport : public RdmaBase {
     uint64_t remote_address = 0;
     uint32_t remote_key = 0, label = 0;
   };
+  // On pages of their own: libibverbs may keep pages with registered memory from forked children.
+  class Announcements {
+   public:
+    void allocate(uint32_t count) {
+      auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+      bytes_ = (count * sizeof(Announcement) + page - 1) / page * page;
+      memory_.reset(static_cast<Announcement*>(std::aligned_alloc(page, bytes_)));
+      if (!memory_) fail("no memory for ", count, " announcements");
+      std::memset(static_cast<void*>(memory_.get()), 0, bytes_);
+    }
+    Announcement& operator[](size_t slot) { return memory_.get()[slot]; }
+    Announcement* data() { return memory_.get(); }
+    size_t bytes() const { return bytes_; }
+
+   private:
+    std::unique_ptr<Announcement, decltype(&std::free)> memory_{nullptr, std::free};
+    size_t bytes_ = 0;
+  };
   // The state of one rail.
   struct Endpoint {
-    std::vector<Announcement> sent, received;
+    Announcements sent, received;
     std::vector<uint32_t> free;  // slots of `sent`
     Owned<ibv_mr> sent_region{nullptr, nullptr}, received_region{nullptr, nullptr};
     Owned<ibv_cq> completions{nullptr, nullptr};
@@ -112,6 +133,7 @@ class EfaTransport : public RdmaBase {
     };
     std::vector<Route> routes;  // by rail
     Labels labels;
+    uint64_t sent = 0, arrived = 0;
   };
   struct Message {
     int64_t ticket;
@@ -150,6 +172,7 @@ EfaTransport::Endpoint EfaTransport::open_endpoint(Rail& rail, const EfaLibrary&
   if ((abilities.device_caps & kCanWrite) == 0)
     fail("EFA device ", rail.name, " cannot do RDMA writes (its abilities are ", hex_text(abilities.device_caps),
          "): newer instances can, if the kernel's efa module and libefa know of it too");
+  if (abilities.max_rdma_size == 0) fail("EFA device ", rail.name, " says that its RDMA writes have no bytes");
   Endpoint endpoint;
   endpoint.largest = abilities.max_rdma_size;
   endpoint.depth = std::min(kSendDepth, abilities.max_sq_wr);
@@ -185,10 +208,10 @@ EfaTransport::Endpoint EfaTransport::open_endpoint(Rail& rail, const EfaLibrary&
   move_queue(endpoint.pair.get(), attributes, 0, "ready to receive", rail);
   attributes.qp_state = IBV_QPS_RTS;
   move_queue(endpoint.pair.get(), attributes, IBV_QP_SQ_PSN, "ready to send", rail);
-  endpoint.sent.resize(endpoint.depth);
-  endpoint.received.resize(receives);
-  auto region = [&](std::vector<Announcement>& memory) {
-    return Owned<ibv_mr>(register_memory(rail, memory.data(), memory.size() * sizeof(Announcement)), library_.dereg_mr);
+  endpoint.sent.allocate(endpoint.depth);
+  endpoint.received.allocate(receives);
+  auto region = [&](Announcements& memory) {
+    return Owned<ibv_mr>(register_memory(rail, memory.data(), memory.bytes()), library_.dereg_mr);
   };
   endpoint.sent_region = region(endpoint.sent);
   endpoint.received_region = region(endpoint.received);
@@ -279,6 +302,7 @@ bool EfaTransport::post(const Request& request) {
     for (size_t rail = 0; rail < rails; ++rail)
       if (endpoints_[rail].under_way + each > endpoints_[rail].depth) return false;
 
+    ++peer.sent;
     uint64_t message = next_message_++;
     uint32_t label = peer.labels.begin();
     auto add = [&](size_t rail) -> Work& {
@@ -357,6 +381,13 @@ bool EfaTransport::poll(std::vector<int64_t>& completed) {
   });
 }
 
+Transport::Counts EfaTransport::counts(uint32_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  usable();
+  Peer& peer = known(number);
+  return {peer.sent, peer.arrived};
+}
+
 bool EfaTransport::collect(size_t rail, std::vector<int64_t>& completed) {
   Endpoint& endpoint = endpoints_[rail];
   ibv_wc events[kEventsAtOnce];
@@ -411,6 +442,7 @@ void EfaTransport::arrived(Endpoint& endpoint, const ibv_wc& event, uint32_t slo
     whole = tally_.announce(announcement);
   }
   if (!whole) return;
+  ++known(sender_of(whole->label)).arrived;
   auto it = registered_.find(whole->segment);
   if (it != registered_.end() && it->second->device >= 0) show_device_writes(it->second->device);
   CompletionToken token = raise_signal(segments->pin_signal(whole->segment, whole->signal), whole->value);

@@ -56,6 +56,8 @@ class Handshake {
   // The next message, of that size. Throws Error if the other side is to be refused.
   void take(const std::vector<uint8_t>& message);
   bool done() const { return wanted_ == 0; }
+  // Has this side, which dialled, nothing left to say? The acceptor may be done when it has read it.
+  bool proven() const { return dialer_ && step_ == Step::kWelcome; }
   // Bytes to be sent; the caller removes what it sent.
   std::string outgoing;
 

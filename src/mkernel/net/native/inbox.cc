@@ -43,6 +43,7 @@ void Inbox::finish(const Fragment& fragment) {
   }
   CompletionToken token = raise_signal(segments_->pin_signal(fragment.segment, fragment.signal), fragment.value);
   if (token.copy_queue != nullptr) token.copy_queue->flush();
+  ++arrived_;
 }
 
 void Inbox::land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes) {

@@ -34,6 +34,7 @@ class Inbox {
   bool on_device(const Fragment& fragment) { return place(fragment, 0, fragment.bytes).copy_queue != nullptr; }
   void land(const Fragment& fragment, std::shared_ptr<PinnedBuffer> bytes);
   size_t unfinished() const { return transfers_.size(); }
+  uint64_t arrived() const { return arrived_; }  // transfers, in full
 
  private:
   struct Transfer {
@@ -44,6 +45,7 @@ class Inbox {
 
   std::shared_ptr<Segments> segments_;
   std::unordered_map<uint64_t, Transfer> transfers_;  // those of several fragments, under way
+  uint64_t arrived_ = 0;
   std::deque<std::pair<CompletionToken, std::shared_ptr<PinnedBuffer>>> landing_;  // on their way to device memory
 };
 

@@ -86,6 +86,14 @@ MKERNEL_NET_API int mkernel_net_attach(mkernel_net_transport* transport, uint32_
                                        int device);
 MKERNEL_NET_API int mkernel_net_detach(mkernel_net_transport* transport, uint32_t segment);
 
+/* Where a request may be complete before all of it has arrived: how many were posted to this peer, and how many from it
+ * have arrived in full. Other transports count none. */
+MKERNEL_NET_API int mkernel_net_counts(mkernel_net_transport* transport, uint32_t peer, int64_t* sent,
+                                       int64_t* arrived);
+/* The file descriptors that a forked child should close, so that peers notice the end of this process. Returns how many
+ * there are (also if `size` is smaller), -1 for an error. */
+MKERNEL_NET_API int mkernel_net_descriptors(mkernel_net_transport* transport, int* out, int size);
+
 /* For a thread that uses a transport by itself, without a proxy. post takes the words of a request in the ring's layout
  * and returns 1, or 0 if the peer is busy: poll and try again. poll sends and receives; 0: there was nothing to do. */
 MKERNEL_NET_API int mkernel_net_post(mkernel_net_transport* transport, const int64_t* request);

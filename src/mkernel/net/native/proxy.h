@@ -21,7 +21,7 @@ namespace mkernel {
 
 struct ProxyOptions {
   int cpu = -1;             // pin the thread to this core; -1: no
-  int idle_sleep_us = 50;   // the longest sleep when there is nothing to do; 0: never sleep
+  int idle_sleep_us = 50;   // the longest sleep when there is nothing to do, until a second has passed; 0: never sleep
   int spin_us = 20;         // how long to look for work all the time before the first sleep
 };
 

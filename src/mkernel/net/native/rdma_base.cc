@@ -2,6 +2,8 @@
 
 #if MKERNEL_HAS_VERBS
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <thread>
 
@@ -159,6 +161,15 @@ void RdmaBase::stop(std::chrono::milliseconds) {
     remote_.clear();
   }
   segments->close();
+}
+
+// A device keeps its queue pairs as long as somebody has it open, and then answers writes of peers to a rank that is gone.
+std::vector<int> RdmaBase::descriptors() {
+  std::vector<int> found;
+  for (const Rail& rail : rails_)
+    for (int each : {rail.context->cmd_fd, rail.context->async_fd})
+      if (each > STDERR_FILENO) found.push_back(each);
+  return found;
 }
 
 std::string RdmaBase::describe_segment(uint32_t number) {

@@ -62,6 +62,7 @@ class RdmaBase : public RdmaTransport {
   // stops.
   void detach(uint32_t number) override;
   void stop(std::chrono::milliseconds patience) override;
+  std::vector<int> descriptors() override;
   std::string describe_segment(uint32_t number) override;
   void learn_segment(uint32_t peer, uint32_t number, const std::string& description) override;
 

@@ -43,22 +43,36 @@ TcpTransport::TcpTransport(const TcpOptions& options)
 
 TcpTransport::~TcpTransport() { TcpTransport::stop(std::chrono::milliseconds(0)); }
 
-void TcpTransport::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
-  std::vector<Arrival> arrivals = connector_.connect(peers, timeout);
+// After an error, every call fails, and no FIN is sent, so that the peers see a loss, too.
+template <class Body>
+bool TcpTransport::guarded(Body body) {
   std::lock_guard<std::mutex> lock(mutex_);
   usable();
-  for (Arrival& arrival : arrivals) {
-    auto& peer = peers_[arrival.peer];
-    if (!peer) {
-      peer = std::make_unique<Peer>();
-      peer->rank = arrival.peer;
-      peer->address = arrival.address;
-      peer->inbox = std::make_unique<Inbox>(segments);
-    }
-    prepare_stream(arrival.socket.get(), peer_timeout_);
-    peer->streams.push_back(std::make_unique<Stream>(std::move(arrival.socket), arrival.stream, *peer->inbox));
-    watch(*peer, *peer->streams.back(), EPOLL_CTL_ADD, false);
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+    throw;
   }
+}
+
+void TcpTransport::connect(const std::vector<PeerAddress>& peers, std::chrono::milliseconds timeout) {
+  std::vector<Arrival> arrivals = connector_.connect(peers, timeout);
+  guarded([&] {
+    for (Arrival& arrival : arrivals) {
+      auto& peer = peers_[arrival.peer];
+      if (!peer) {
+        peer = std::make_unique<Peer>();
+        peer->rank = arrival.peer;
+        peer->address = arrival.address;
+        peer->inbox = std::make_unique<Inbox>(segments);
+      }
+      prepare_stream(arrival.socket.get(), peer_timeout_);
+      peer->streams.push_back(std::make_unique<Stream>(std::move(arrival.socket), arrival.stream, *peer->inbox));
+      watch(*peer, *peer->streams.back(), EPOLL_CTL_ADD, false);
+    }
+    return true;
+  });
 }
 
 void TcpTransport::usable() const {
@@ -80,19 +94,6 @@ TcpTransport::Stream& TcpTransport::least_loaded(Peer& peer) {
   }
   peer.cursor = best + 1;
   return *peer.streams[best];
-}
-
-// After an error, every call fails, and no FIN is sent, so that the peers see a loss, too.
-template <class Body>
-bool TcpTransport::guarded(Body body) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  usable();
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    failure_ = error.what();
-    throw;
-  }
 }
 
 bool TcpTransport::post(const Request& request) {
@@ -122,6 +123,25 @@ void TcpTransport::enqueue(const Request& request, Peer& peer) {
     least_loaded(peer).outbox.push(owner, fragment, request.source + fragmentation.begin(fragment.index));
   }
   ++peer.in_flight;
+  ++peer.sent;
+}
+
+Transport::Counts TcpTransport::counts(uint32_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  usable();
+  Peer& peer = peer_of(number);
+  return {peer.sent, peer.inbox->arrived()};
+}
+
+std::vector<int> TcpTransport::descriptors() {
+  std::vector<int> found;
+  if (int listener = connector_.descriptor(); listener >= 0) found.push_back(listener);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& peer : peers_)
+    if (peer)
+      for (auto& stream : peer->streams)
+        if (stream->socket) found.push_back(stream->socket.get());
+  return found;
 }
 
 bool TcpTransport::poll(std::vector<int64_t>& completed) {

@@ -40,6 +40,8 @@ class TcpTransport : public Transport {
   bool post(const Request& request) override;
   bool poll(std::vector<int64_t>& completed) override;
   void stop(std::chrono::milliseconds patience) override;
+  Counts counts(uint32_t peer) override;
+  std::vector<int> descriptors() override;
 
  private:
   struct Stream {
@@ -56,6 +58,7 @@ class TcpTransport : public Transport {
     std::unique_ptr<Inbox> inbox;
     std::vector<std::unique_ptr<Stream>> streams;
     size_t in_flight = 0;
+    uint64_t sent = 0;
     size_t cursor = 0;
     bool left = false;
   };

@@ -32,6 +32,15 @@ class Transport {
   // Makes progress, sending and receiving. Appends the tickets of requests whose source may be overwritten.
   // Returns false if there was nothing to do.
   virtual bool poll(std::vector<int64_t>& completed) = 0;
+  // Where a request may be complete before all of it has arrived: how many requests to this peer were accepted, and how
+  // many from it have arrived in full. Other transports count none.
+  struct Counts {
+    uint64_t sent = 0, arrived = 0;
+  };
+  virtual Counts counts(uint32_t) { return {}; }
+  // File descriptors that must not outlive this process in a forked child: peers would miss the loss of this rank.
+  virtual std::vector<int> descriptors() { return {}; }
+
   // Leaves the job in order; requests that cannot be sent within `patience` are given up. Without patience, the
   // peers are not notified and see a loss, which is meant for ranks that end with an error. Detaches all segments.
   virtual void stop(std::chrono::milliseconds patience) = 0;

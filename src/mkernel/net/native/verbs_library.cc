@@ -38,6 +38,10 @@ std::unique_ptr<VerbsLibrary> read_library(const std::string& path) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
         find_function(handle, path, name, optional));
   };
+  find(library->fork_init, "ibv_fork_init", true);
+  // Before Linux 5.12, a fork would part registered memory from its device: the parent gets new pages when it writes.
+  // Where this is not needed, or another library was here first, it fails or does nothing.
+  if (library->fork_init != nullptr) library->fork_init();
   find(library->get_device_list, "ibv_get_device_list");
   find(library->free_device_list, "ibv_free_device_list");
   find(library->get_device_name, "ibv_get_device_name");

@@ -36,6 +36,7 @@ struct VerbsLibrary {
   // Loaded once and kept: its providers start threads and hooks of their own.
   static const VerbsLibrary& load(const std::string& path);
 
+  int (*fork_init)();  // null in old libraries
   ibv_device** (*get_device_list)(int*);
   void (*free_device_list)(ibv_device**);
   const char* (*get_device_name)(ibv_device*);
