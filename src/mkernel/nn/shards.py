@@ -259,14 +259,20 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     `torch.save` it on one rank; the plain module loads it, and so does a parallel module on any number of ranks.
     """
-    state = dict(module.state_dict())
-    for prefix, child in module.named_modules():
+    state = dict(module.state_dict(keep_vars=True))
+    owners: dict[Any, tuple[ParallelModule, str]] = {}  # by key; by parameter, since wrappers change the keys
+    for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
             for name in child.shard_dims:
                 key = f"{prefix}.{name}" if prefix else name
-                if key in state:
-                    state[key] = child.gathered(name)
-    return {key: value.full_tensor() if is_dtensor(value) else value for key, value in state.items()}
+                owners[key] = owners[id(getattr(child, name))] = child, name
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        owner = owners.get(key) or owners.get(id(value))
+        whole = owner[0].gathered(owner[1]) if owner else value.detach()
+        state[key] = whole.full_tensor() if is_dtensor(whole) else whole  # type: ignore[attr-defined]
+    return state
 
 
 def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:
@@ -280,6 +286,7 @@ def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:
     no_columns = rows.new_empty((rows.shape[1], 0), device=group.device)
     for begin in range(0, rows.shape[0], step):
         piece = rows[begin : begin + step].to(group.device)
-        _, gathered = all_gather_matmul(piece, no_columns, group=group, return_gathered=True)
+        with torch.autocast(group.device.type, enabled=False):  # which would round the values
+            _, gathered = all_gather_matmul(piece, no_columns, group=group, return_gathered=True)
         whole[:, begin : begin + step] = gathered.view(group.size, *piece.shape)
     return whole.reshape(-1, *shard.shape[1:])
