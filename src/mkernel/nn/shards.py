@@ -161,7 +161,7 @@ class ParallelModule(nn.Module):
                 if is_dtensor(parameter):
                     if self._is_of_several_dimensions(parameter):
                         raise ArgumentError(f"{name}: {self._how_to_load(parameter)}")
-                    shard = self._as_dtensor(parameter, shard)
+                    shard = self._as_dtensor(parameter, shard.to(parameter.to_local().device))
                 parameter.copy_(shard)
 
     @torch.no_grad()
@@ -231,7 +231,8 @@ class ParallelModule(nn.Module):
         if self._is_of_several_dimensions(parameter):
             error_msgs.append(f"{key}: {self._how_to_load(parameter)}")
             return parameter
-        return self._as_dtensor(parameter, value)
+        # what is assigned takes the place of the parameter, which may be on the meta device
+        return self._as_dtensor(parameter, value if assigned else value.to(parameter.to_local().device))
 
     def _is_of_several_dimensions(self, parameter: Any) -> bool:
         """Has FSDP divided a DTensor that stands for the parameter of the plain module?"""
@@ -247,8 +248,7 @@ class ParallelModule(nn.Module):
         """This rank's shard, as the DTensor that the parameter is."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shard = shard.to(parameter.to_local().device)
+        mesh, placements, shard = parameter.device_mesh, parameter.placements, shard.detach()
         if self.dtensors_are_whole:
             return DTensor.from_local(shard, mesh, placements, run_check=False)
         return distribute_tensor(shard, mesh, placements, src_data_rank=None)  # every rank has all of it
