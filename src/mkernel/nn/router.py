@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mkernel.nn.shards import check_positive
+from mkernel.nn.shards import check_positive, copy_into
 from mkernel.ops.moe.arguments import MOST_SLOTS
 from mkernel.ops.reduce import matmul_all_reduce
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import current
 
 BEST = 2  # experts that stand for a group when groups are compared
 SCORES = ("softmax", "sigmoid")
@@ -39,7 +38,7 @@ def expert_load(ids: torch.Tensor, num_experts: int, *, group: Any = None) -> to
     digits = torch.stack([counts // EXACT, counts % EXACT]).float()
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round them
         identity = torch.eye(2, dtype=torch.float32, device=ids.device)
-        high, low = matmul_all_reduce(identity, digits, group=current(group)).long()
+        high, low = matmul_all_reduce(identity, digits, group=group).long()
     return high * EXACT + low
 
 
@@ -94,9 +93,12 @@ class TopKRouter(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters(generator)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """The weight as that of `nn.Linear`, and a correction bias of zeros."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
+        weight = torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+        copy_into(self.weight, weight)
         if self.e_score_correction_bias is not None:
             nn.init.zeros_(self.e_score_correction_bias)
 

@@ -90,6 +90,19 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
+def distributed_as(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """What every rank has whole, divided like a parameter that is a DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_into(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a parameter, which FSDP may have divided."""
+    parameter.copy_(distributed_as(parameter, values) if is_dtensor(parameter) else values)
+
+
 class ParallelModule(nn.Module):
     """A module whose parameters are shards of those of a plain module, under the same names.
 
@@ -246,12 +259,12 @@ class ParallelModule(nn.Module):
 
     def _as_dtensor(self, parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         """This rank's shard, as the DTensor that the parameter is."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor import DTensor
 
-        mesh, placements, shard = parameter.device_mesh, parameter.placements, shard.detach()
+        shard = shard.detach()
         if self.dtensors_are_whole:
-            return DTensor.from_local(shard, mesh, placements, run_check=False)
-        return distribute_tensor(shard, mesh, placements, src_data_rank=None)  # every rank has all of it
+            return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False)
+        return distributed_as(parameter, shard)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
