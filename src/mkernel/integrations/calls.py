@@ -1,7 +1,7 @@
 """Counts of the calls that an integration has served, and of those that it left to PyTorch.
 
-A missed fusion is slow but not wrong, so it is easy to overlook. These counts make it visible. What torch.compile traces
-is counted once, while it is traced: neither locks nor counters can be part of a graph.
+A missed fusion is slow but not wrong, so it is easy to overlook. These counts make it visible. What torch.compile
+traces is counted once, while it is traced: neither locks nor counters can be part of a graph.
 """
 
 from __future__ import annotations

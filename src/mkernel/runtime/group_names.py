@@ -78,8 +78,8 @@ def find(name: str, current: Group | None) -> Group | None:
 
 
 def constant_in_graphs(function: Any) -> Any:
-    """What torch.compiler.assume_constant_result does, without importing Dynamo: the function is called while a graph is
-    traced, which takes the result as a constant, with no guard on what it reads, such as the groups of this process."""
+    """What torch.compiler.assume_constant_result does, without importing Dynamo: the function is called while a graph
+    is traced, which takes the result as a constant, with no guard on what it reads, such as this process's groups."""
     function._dynamo_marked_constant = True
     return function
 
