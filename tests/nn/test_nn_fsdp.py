@@ -126,6 +126,24 @@ def test_experts(mesh):
     run(program, mesh)
 
 
+def test_layers_that_are_not_called_are_refused():
+    program = """
+    def refused(block, part):
+        fully_shard(block.get_submodule(part), mesh=mesh["dp"])
+        try:
+            block(torch.ones(4, 8))
+        except mk.ArgumentError as error:
+            return str(error)
+
+    kind = dict(group=mesh["tp"])
+    for block, part in ((nn.ParallelSwiGLU(8, 12, **kind), "up_proj"), (nn.ParallelQKV(8, 4, **kind), "q_proj"),
+                        (nn.ExpertParallelMoE(8, 8, 4, 2, **kind), "gate")):
+        name = type(block).__name__
+        assert f"apply fully_shard to the whole {name}, not to {part}" in refused(block, part)
+    """
+    run(program, (2, 1))
+
+
 def test_checkpoints():
     """Of the plain model; of one module, also by its own load_state_dict."""
     program = """

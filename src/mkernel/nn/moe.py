@@ -18,7 +18,14 @@ from mkernel.nn.fp8_experts import check_experts_recipe
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.router import TopKRouter
-from mkernel.nn.shards import ParallelModule, check_divisible, check_positive, copy_into, is_dtensor
+from mkernel.nn.shards import (
+    ParallelModule,
+    check_divisible,
+    check_gathered,
+    check_positive,
+    copy_into,
+    is_dtensor,
+)
 from mkernel.ops.moe import moe_ffn
 from mkernel.ops.moe.arguments import MOST_SLOTS, check_activation, check_experts, check_save
 from mkernel.ops.moe.sizes import capacity_of
@@ -255,6 +262,7 @@ class ExpertParallelMoE(nn.Module):
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        check_gathered(self, "gate")
         tokens = x.reshape(-1, x.shape[-1])
         weight = with_summed_gradient(self.gate.weight, self.experts.group)
         return self.experts(tokens, *self.gate.route(tokens, weight)).reshape(x.shape)

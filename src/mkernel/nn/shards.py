@@ -90,6 +90,17 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
+def check_gathered(block: nn.Module, *layers: str) -> None:
+    """Refuse layers of a block, which uses their weights without calling them, that FSDP has divided on their own."""
+    for name in layers:
+        if is_dtensor(getattr(block, name).weight):
+            kind = type(block).__name__
+            raise ArgumentError(
+                f"{name}.weight is divided by FSDP, which gathers it where {name} is called; but {kind} uses it without "
+                f"calling {name}: apply fully_shard to the whole {kind}, not to {name}"
+            )
+
+
 def distributed_as(parameter: Any, values: torch.Tensor) -> torch.Tensor:
     """What every rank has whole, divided like a parameter that is a DTensor."""
     from torch.distributed.tensor import distribute_tensor
