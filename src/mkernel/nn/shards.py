@@ -96,8 +96,8 @@ def check_gathered(block: nn.Module, *layers: str) -> None:
         if is_dtensor(getattr(block, name).weight):
             kind = type(block).__name__
             raise ArgumentError(
-                f"{name}.weight is divided by FSDP, which gathers it where {name} is called; but {kind} uses it without "
-                f"calling {name}: apply fully_shard to the whole {kind}, not to {name}"
+                f"{name}.weight is divided by FSDP, which gathers it where {name} is called; but {kind} uses it "
+                f"without calling {name}: apply fully_shard to the whole {kind}, not to {name}"
             )
 
 
