@@ -256,3 +256,20 @@ def test_what_operators_check_alike_is_checked_in_one_place(name):
     ]  # fmt: skip
     assert len(found) == 1, found
     assert found[0].startswith("runtime/")
+
+
+NAMES = ("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "ones", "rand", "randn", "tensor", "zeros")
+FACTORIES = {f"torch.{name}" for name in NAMES}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("integrations/")])
+def test_tensors_are_made_on_a_device_that_is_named(file):
+    """Elsewhere, they would be where the caller's `torch.device(...)` or torch.set_default_device says: host memory on
+    a GPU, or on the meta device."""
+    found = []
+    for node in ast.walk(tree(file)):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in FACTORIES:
+            continue
+        if not {"device", None} & {keyword.arg for keyword in node.keywords}:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    assert not found

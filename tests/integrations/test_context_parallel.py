@@ -75,6 +75,21 @@ MONKEY_PATCH = """
     assert counts.fused == 2 and not counts.fell_back, counts
 """
 
+COMPILED = """
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(x):
+        return F.scaled_dot_product_attention(*heads(x), is_causal=True, scale=0.2, enable_gqa=True)
+
+    for _ in range(2):
+        part, dout = x.clone(), cotangent.clone()
+        with cp.context_parallel(mesh, buffers=[part, dout], buffer_seq_dims=[2, 2]):
+            out = attend(part)
+            grads = torch.autograd.grad(out, weights, dout)
+            (everything,) = cp.context_parallel_unshard(mesh, [out.detach()], [2])
+        check(everything, grads, True)
+    assert report().operators["context_parallel.scaled_dot_product_attention"].fused == 1  # it was traced once
+"""
+
 MODULE = """
     class Attention(torch.nn.Module):
         def forward(self, query, key, value):
@@ -161,6 +176,11 @@ def test_context_parallel(ranks, length):
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+def test_compiled():
+    check(run_ranks(START.format(length=24) + COMPILED + END, 2))
+
+
 def test_modules():
     check(run_ranks(START.format(length=24) + MODULE + END, 2))
 

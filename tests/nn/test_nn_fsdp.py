@@ -93,6 +93,57 @@ def test_gradients_and_state(mesh):
     run(program, mesh)
 
 
+@pytest.mark.parametrize("mesh", [(2, 1), pytest.param((2, 2), marks=pytest.mark.thorough)], ids=str)
+def test_experts(mesh):
+    """Made on the meta device, with checkpoints of activations: they start with the values of the plain module."""
+    program = """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def experts(group):
+        return nn.ExpertParallelMoE(8, 6, 4, 2, shared_experts=1, correction_bias=True, group=group)
+
+    with torch.device("meta"):
+        layer = fully_shard(checkpoint_wrapper(experts(mesh["tp"])), mesh=mesh["dp"])
+    layer.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in (layer.gate, layer.experts):
+        module.reset_parameters()
+    torch.manual_seed(0)
+    whole = experts(group.subset([group.rank]))
+    assert_state(layer, whole.state_dict())
+    x = values(4 * PARTS, 8, seed=1)
+    exact = whole(x)
+    exact.square().sum().backward()
+    y = layer(x.chunk(PARTS)[dp].chunk(SHARDS)[tp])
+    assert_near(y.detach(), exact.detach().double().chunk(PARTS)[dp].chunk(SHARDS)[tp])
+    y.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        expected = whole.get_parameter(name).grad.double()
+        if name.startswith("experts."):
+            expected = layer.experts.shard_of(name.partition(".")[2], expected)
+        assert_near(parameter.grad.full_tensor() * PARTS, expected, name)  # FSDP averages
+    """
+    run(program, mesh)
+
+
+def test_layers_that_are_not_called_are_refused():
+    program = """
+    def refused(block, part):
+        fully_shard(block.get_submodule(part), mesh=mesh["dp"])
+        try:
+            block(torch.ones(4, 8))
+        except mk.ArgumentError as error:
+            return str(error)
+
+    kind = dict(group=mesh["tp"])
+    for block, part in ((nn.ParallelSwiGLU(8, 12, **kind), "up_proj"), (nn.ParallelQKV(8, 4, **kind), "q_proj"),
+                        (nn.ExpertParallelMoE(8, 8, 4, 2, **kind), "gate")):
+        name = type(block).__name__
+        assert f"apply fully_shard to the whole {name}, not to {part}" in refused(block, part)
+    """
+    run(program, (2, 1))
+
+
 def test_checkpoints():
     """Of the plain model; of one module, also by its own load_state_dict."""
     program = """

@@ -58,6 +58,8 @@ def test_compiled(backend):
         torch.testing.assert_close(*both)
         with torch.no_grad():
             torch.testing.assert_close(wrap(moe)(x), moe(x))
+            ids = torch.tensor([[0, 1], [2, -1]])
+            assert torch.equal(wrap(lambda: nn.expert_load(ids, 4))(), nn.expert_load(ids, 4))
             attention, x = nn.ContextParallelAttention(is_causal=True), values(1, 8, 2, 64, seed=1)
             torch.testing.assert_close(wrap(attention)(x, x, x), attention(x, x, x))
         group.close()

@@ -73,6 +73,24 @@ def test_parameters_of_modules_that_are_not_called():
     spawn(on_rank)
 
 
+def test_a_backward_pass_under_autocast():
+    """Gradients of parameters in fp32 stay so."""
+
+    def on_rank(group):
+        norm, moe = torch.nn.LayerNorm(8), nn.ExpertParallelMoE(8, 8, 2, 1, shared_experts=1)
+        nn.sum_gradients(norm)
+        grads = []
+        for enabled in (False, True):
+            norm.zero_grad()
+            loss = norm(values(3, 8, seed=group.rank)).square().sum()
+            loss = loss + nn.replicated.with_summed_gradient(moe.gate.weight, group).square().sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                grads.append(torch.autograd.grad(loss, [*norm.parameters(), moe.gate.weight]))
+        assert all(torch.equal(*pair) for pair in zip(*grads))
+
+    spawn(on_rank)
+
+
 def test_a_gradient_is_summed_once():
     """Also of a parameter that two modules share, if sum_gradients is called for both; over other ranks once more."""
 

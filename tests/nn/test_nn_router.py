@@ -75,7 +75,8 @@ def test_the_bias_balances_the_load_and_is_saved():
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 2), (2, 1), (1, 1)])
 def test_the_load_of_all_ranks(nodes, gpus):
-    """Exact, also beyond what TF32 can count to; the same on every rank, and so are biases that follow it."""
+    """Exact, also beyond what TF32 can count to, and under autocast; the same on every rank, and so are biases that
+    follow it."""
 
     def ids_of(rank):
         ids = torch.randint(-1, EXPERTS, (40 + rank, 3), generator=torch.Generator().manual_seed(rank))
@@ -84,6 +85,8 @@ def test_the_load_of_all_ranks(nodes, gpus):
     def on_rank(group):
         router = nn.TopKRouter(HIDDEN, EXPERTS, 3, correction_bias=True)
         load = nn.expert_load(ids_of(group.rank), EXPERTS)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(nn.expert_load(ids_of(group.rank), EXPERTS), load)
         router.adjust_bias(load)
         return load, router.e_score_correction_bias
 

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from support.nn_reference import FEATURES, WORLDS, PlainQKV, PlainSwiGLU
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import mkernel as mk
 from mkernel import nn
@@ -173,6 +174,53 @@ def test_the_meta_device(kind):
         module.to_empty(device="cpu").reset_parameters()
         torch.manual_seed(3)
         assert_shards(module, torch.nn.Linear(*FEATURES).state_dict())
+
+    on_ranks(on_rank)
+
+
+def test_a_model_on_the_meta_device():
+    """Groups that its modules make are on no such device. What to_empty leaves is set by reset_parameters alone."""
+
+    def model(generator):
+        return torch.nn.Sequential(
+            nn.ParallelSwiGLU(8, 12, generator=generator),
+            nn.ParallelQKV(8, 4, 1, 8, generator=generator),
+            nn.ExpertParallelMoE(8, 8, 4, 2, shared_experts=1, bias=True, correction_bias=True, generator=generator),
+        )
+
+    def on_rank(group):
+        with torch.device("meta"):
+            made = model(None)
+        assert all(tensor.is_meta for tensor in made.state_dict().values())
+        made.to_empty(device="cpu")
+        for tensor in made.state_dict().values():
+            tensor.fill_(torch.nan)
+        first, second = (torch.Generator().manual_seed(3) for _ in range(2))
+        for module in made.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters(first)
+        for (name, tensor), expected in zip(made.state_dict().items(), model(second).state_dict().values()):
+            assert torch.equal(tensor, expected), name
+        assert all(each.isfinite().all() for each in made[1](torch.ones(4, 8)))
+
+    on_ranks(on_rank)
+
+
+def test_the_whole_state_of_a_model():
+    """A layer that is in two places; a wrapper, whose keys of the state are not those of its modules; under autocast,
+    which would round the values."""
+    plain = torch.nn.Linear(8, 8)
+
+    def on_rank(group):
+        layer = nn.ColumnParallelLinear.from_linear(plain)
+        model = torch.nn.Sequential(layer, torch.nn.ReLU(), checkpoint_wrapper(layer), torch.nn.LayerNorm(8))
+        with torch.autocast("cpu", torch.bfloat16):
+            state, single = nn.full_state_dict(model), layer.to_linear()
+        assert list(state) == ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+        for name, parameter in plain.named_parameters():
+            for whole in (state[f"0.{name}"], state[f"2.{name}"], single.get_parameter(name)):
+                assert torch.equal(whole, parameter), name
+        assert not any(tensor.requires_grad for tensor in state.values())
 
     on_ranks(on_rank)
 

@@ -125,6 +125,32 @@ MESHES = """
 """
 
 
+# a plan for a model on the meta device, which is then filled
+META = """
+    mesh = init_device_mesh("cpu", (size,))
+    layout = Shard(1)
+    for way in ("reset", "load", "assign"):
+        with torch.device("meta"):
+            model, _ = make(mesh, layout)
+        torch.manual_seed(1)
+        plain = MLP()
+        if way == "assign":
+            model.load_state_dict(plain.state_dict(), assign=True)
+        elif way == "load":
+            model.to_empty(device="cpu").load_state_dict(plain.state_dict(keep_vars=True))
+        else:
+            model.to_empty(device="cpu")
+            torch.manual_seed(1)
+            model.up.reset_parameters()
+            model.down.reset_parameters()
+        state = nn.full_state_dict(model)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), (way, name)
+        model(values(2, 12, 24, seed=1).chunk(size, 1)[rank]).sum().backward()
+    print("right on rank", rank)
+"""
+
+
 # a plan as for a transformer of TorchTitan: torch's styles for norms and inputs, ours for the layers
 WITH_TORCH = """
     import torch.nn.functional as F
@@ -197,6 +223,10 @@ def test_compiled():
 @pytest.mark.thorough
 def test_one_dimension_of_a_mesh():
     run(PLANS + MESHES, 4)
+
+
+def test_models_on_the_meta_device():
+    run(PLANS + META, 2)
 
 
 @pytest.mark.thorough

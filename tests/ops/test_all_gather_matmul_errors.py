@@ -47,6 +47,7 @@ class Shell(torch.Tensor):
 REFUSED_TENSORS = {
     "a is sparse": ((zeros(4, 4).to_sparse(), zeros(4, 4)), {}, ["a has the layout torch.sparse_coo", "to_dense()"]),
     "b is a shell": ((zeros(4, 4), Shell(4, 4)), {}, ["b is a Shell", "of a DTensor b.to_local()"]),
+    "a list of shells": ((zeros(4, 4), [Shell(4, 4), Shell(4, 4)]), {}, ["b is a Shell", "of a DTensor b.to_local()"]),
     "a is negated": ((zeros(4, 4, dtype=torch.complex64).conj().imag, zeros(4, 4)), {}, ["pass a.resolve_neg()"]),
     "a is no tensor": (([[1.0]], zeros(1, 1)), {}, ["a must be a torch.Tensor", "list"]),
     "b is no tensor": ((zeros(1, 1), None), {}, ["b must be a torch.Tensor", "NoneType"]),

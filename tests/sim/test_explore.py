@@ -526,7 +526,13 @@ def test_there_is_no_such_schedule(name):
         (dict(without=["in-order"]), "without must not name 'in-order'"),
         (dict(sim=Options(slow={0: 0.1})), r"sim.slow must be empty: .* such as slow:0; got {0: 0.1}"),
         (dict(sim=Options(late={1: 50})), "sim.late must be empty"),
-        (dict(sim=Options(schedule="slow:0")), "sim.schedule must be None"),
+        (
+            dict(sim=Options(schedule="slow:0")),
+            "sim.schedule must be None; to run one schedule, pass schedule='slow:0'",
+        ),
+        (dict(sim={}), "sim must be a mkernel.sim.scheduler.Options, got dict"),
+        (dict(without="one-cta"), r"without must be a list of the names of schedules, such as \['one-cta'\]"),
+        (dict(seed="17"), "seed must be an integer, got '17'"),
         (dict(timeout=-1.0), "timeout"),
     ],
 )

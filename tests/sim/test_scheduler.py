@@ -266,6 +266,25 @@ def test_a_slow_rank_is_chosen_less_often():
     assert done[1::2] == [0] * 6, "the slow rank comes last"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(slow={2: 0.1}), "slow names rank 2, but the ranks are 0 to 1"),
+        (dict(late={"0": 5}), "late names rank '0', but the ranks are 0 to 1"),
+        (dict(schedule="late:2"), "schedule 'late:2' names rank 2"),
+        (dict(slow=[0.1]), r"slow must be a dict, such as {0: ...} for rank 0; got \[0.1\]"),
+        (dict(slow={0: 0}), r"slow\[0\] must be finite and more than 0"),
+        (dict(slow={0: float("inf")}), r"slow\[0\] must be finite and more than 0"),
+        (dict(late={1: -5}), r"late\[1\] must be a whole number of steps, 0 or more; got -5"),
+        (dict(ctas=-2), "ctas must be a whole number, 1 or more; got -2"),
+        (dict(resident=0), "resident must be a whole number, 1 or more; got 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(mk.ArgumentError, match=message):
+        simulate(lambda group: None, gpus=2, **options)
+
+
 # -- failures
 
 

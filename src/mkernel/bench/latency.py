@@ -88,12 +88,12 @@ class _Rank:
 
     def __init__(self, device: torch.device, rank: int, size: int, capacity: int):
         self.ring = torch.zeros(
-            requests.HEADER_WORDS.value + capacity * requests.REQUEST_WORDS.value, dtype=torch.int64
+            requests.HEADER_WORDS.value + capacity * requests.REQUEST_WORDS.value, dtype=torch.int64, device="cpu"
         ).pin_memory()
         self.ring[requests.CAPACITY.value] = capacity
         self._kept = [
             torch.zeros(8, dtype=torch.int64, device=device),  # the state
-            torch.zeros(records.COUNT * records.WORDS, dtype=torch.int64).pin_memory(),
+            torch.zeros(records.COUNT * records.WORDS, dtype=torch.int64, device="cpu").pin_memory(),
             torch.zeros(1, dtype=torch.int64, device=device),  # the abort flag
             torch.tensor([0, capacity, capacity], device=device),  # state shared by the ring's producers
         ]
@@ -115,7 +115,7 @@ def measure(on_host: bool, size: int, rounds: int = ROUNDS) -> dict[str, Any]:
     """Microseconds from request to signal, for transfers of `size` bytes between host or GPU memories."""
     device = torch.device("cuda", torch.cuda.current_device())
     rank = _Rank(device, 0, 2, CAPACITY)
-    memories = [torch.zeros(DATA + max(SIZES), dtype=torch.uint8) for _ in range(2)]
+    memories = [torch.zeros(DATA + max(SIZES), dtype=torch.uint8, device="cpu") for _ in range(2)]
     memories = [memory.pin_memory() if on_host else memory.to(device) for memory in memories]
     times = torch.zeros(rounds, dtype=torch.int64, device=device)
     with near(device), LoopbackTransport("latency", 0) as mine, LoopbackTransport("latency", 1) as other:

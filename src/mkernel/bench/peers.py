@@ -38,10 +38,10 @@ class Peer:
     def exchange(self, value: Any) -> list[Any]:
         """All ranks' values, by rank."""
         mine = torch.frombuffer(bytearray(messages.encode(value, secret.OPEN, "bench")), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([mine.numel()]))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device="cpu"))
         most = max(int(size) for size in sizes)
-        gathered = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+        gathered = [torch.zeros(most, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(gathered, F.pad(mine, (0, most - mine.numel())))
         texts = [each[: int(size)].numpy().tobytes() for each, size in zip(gathered, sizes)]
         return [messages.decode(text, secret.OPEN, "bench") for text in texts]

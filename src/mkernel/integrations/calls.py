@@ -1,6 +1,7 @@
 """Counts of the calls that an integration has served, and of those that it left to PyTorch.
 
-A missed fusion is slow but not wrong, so it is easy to overlook. These counts make it visible.
+A missed fusion is slow but not wrong, so it is easy to overlook. These counts make it visible. What torch.compile
+traces is counted once, while it is traced: neither locks nor counters can be part of a graph.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from mkernel.runtime.group_names import constant_in_graphs
 
 _lock = threading.Lock()
 _fused: Counter[str] = Counter()
@@ -55,11 +58,13 @@ def add(operator: str) -> None:
         _fell_back.setdefault(operator, Counter())
 
 
+@constant_in_graphs
 def count_fused(operator: str) -> None:
     with _lock:
         _fused[operator] += 1
 
 
+@constant_in_graphs
 def count_fallback(operator: str, reason: str) -> None:
     with _lock:
         _fell_back[operator][reason] += 1

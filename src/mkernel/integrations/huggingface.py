@@ -238,7 +238,7 @@ def _is_sliding_window(mask_function: Callable[..., Any] | None, size: int, leng
     different is up to transformers (see `make_mask`)."""
     if mask_function is None:
         return False
-    at = torch.arange(length)
+    at = torch.arange(length, device="cpu")
     edges = [(at, (at + offset).clamp(0, length - 1)) for offset in (1, 0, 1 - size, -size)]
     whole_rows = [(torch.full_like(at, row), at) for row in (length // 2, length - 2, length - 1)]
     rows, keys = (torch.cat(tensors) for tensors in zip(*edges, *whole_rows))

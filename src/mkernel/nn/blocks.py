@@ -10,7 +10,7 @@ from torch import nn
 
 from mkernel.nn import functional
 from mkernel.nn.linear import ColumnParallelLinear, ReplicatedShardsLinear, RowParallelLinear
-from mkernel.nn.shards import check_divisible, check_positive
+from mkernel.nn.shards import check_divisible, check_gathered, check_positive
 from mkernel.ops.all_gather_matmul.several import joined
 from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.group import current
@@ -62,6 +62,7 @@ class SharedInput(nn.Module):
 
     def _apply_first(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The outputs of the first layers."""
+        check_gathered(self, *self.first_layers)
         layers: list[ColumnParallelLinear] = [getattr(self, name) for name in self.first_layers]
         first = layers[0]
         return functional.column_parallel_linears(

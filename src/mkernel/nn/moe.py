@@ -18,7 +18,14 @@ from mkernel.nn.fp8_experts import check_experts_recipe
 from mkernel.nn.initial import agreed_generator
 from mkernel.nn.replicated import with_summed_gradient
 from mkernel.nn.router import TopKRouter
-from mkernel.nn.shards import ParallelModule, check_divisible, check_positive, is_dtensor
+from mkernel.nn.shards import (
+    ParallelModule,
+    check_divisible,
+    check_gathered,
+    check_positive,
+    copy_into,
+    is_dtensor,
+)
 from mkernel.ops.moe import moe_ffn
 from mkernel.ops.moe.arguments import MOST_SLOTS, check_activation, check_experts, check_save
 from mkernel.ops.moe.sizes import capacity_of
@@ -42,6 +49,13 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return gradient[: ctx.own], gradient[ctx.own :]
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor to fill with values of a parameter: itself, unless FSDP has divided it."""
+    if not is_dtensor(parameter):
+        return parameter
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 class ParallelExperts(ParallelModule):
@@ -103,13 +117,16 @@ class ParallelExperts(ParallelModule):
                 if parameter is None:
                     continue
                 bound = (self.intermediate_size if name.startswith("down") else self.hidden_size) ** -0.5
-                drawn = torch.empty_like(parameter[0])
+                own = _plain(parameter)
+                drawn = torch.empty_like(own[0])
                 for expert in range(self.num_experts):
                     drawn.uniform_(-bound, bound, generator=generator)
                     if first <= expert < first + mine:
-                        parameter[expert - first] = drawn
+                        own[expert - first] = drawn
+                copy_into(parameter, own)
                 if self.shared_experts:
-                    getattr(self, f"shared_{name}").uniform_(-bound, bound, generator=generator)
+                    shared = getattr(self, f"shared_{name}")
+                    copy_into(shared, _plain(shared).uniform_(-bound, bound, generator=generator))
 
     def _adjoin(self) -> None:
         """Move shared experts behind the others in memory."""
@@ -245,6 +262,7 @@ class ExpertParallelMoE(nn.Module):
             )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        check_gathered(self, "gate")
         tokens = x.reshape(-1, x.shape[-1])
         weight = with_summed_gradient(self.gate.weight, self.experts.group)
         return self.experts(tokens, *self.gate.route(tokens, weight)).reshape(x.shape)

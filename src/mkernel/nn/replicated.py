@@ -187,4 +187,5 @@ def _sum(group: Group, gradient: torch.Tensor) -> torch.Tensor:
     # a gradient would fill only one row of each tile; in 32, it fills whole tiles.
     rows = ROWS if gradient.numel() % ROWS == 0 else 1
     identity = torch.eye(rows, dtype=gradient.dtype, device=gradient.device)
-    return matmul_all_reduce(identity, gradient.reshape(rows, -1), group=group).view(gradient.shape)
+    with torch.autocast(gradient.device.type, enabled=False):  # where the caller's backward pass runs under it
+        return matmul_all_reduce(identity, gradient.reshape(rows, -1), group=group).view(gradient.shape)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mkernel.nn.shards import check_positive
+from mkernel.nn.shards import check_positive, copy_into
 from mkernel.ops.moe.arguments import MOST_SLOTS
 from mkernel.ops.reduce import matmul_all_reduce
 from mkernel.runtime.errors import ArgumentError
-from mkernel.runtime.group import current
 
 BEST = 2  # experts that stand for a group when groups are compared
 SCORES = ("softmax", "sigmoid")
@@ -37,7 +36,9 @@ def expert_load(ids: torch.Tensor, num_experts: int, *, group: Any = None) -> to
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add(0, places, torch.ones_like(places))[1:]
     digits = torch.stack([counts // EXACT, counts % EXACT]).float()
-    high, low = matmul_all_reduce(torch.eye(2, device=ids.device), digits, group=current(group)).long()
+    with torch.autocast(ids.device.type, enabled=False):  # bf16 would round them
+        identity = torch.eye(2, dtype=torch.float32, device=ids.device)
+        high, low = matmul_all_reduce(identity, digits, group=group).long()
     return high * EXACT + low
 
 
@@ -88,13 +89,18 @@ class TopKRouter(nn.Module):
         self.hidden_size, self.num_experts, self.top_k, self.normalize = hidden_size, num_experts, top_k, normalize
         self.scores, self.scale, self.groups, self.top_groups = scores, scale, groups, top_groups
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
-        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if correction_bias else None
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if correction_bias else None
         self.register_buffer("e_score_correction_bias", bias)
         self.reset_parameters(generator)
 
+    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """As `nn.Linear`."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5), generator=generator)
+        """The weight as that of `nn.Linear`, and a correction bias of zeros."""
+        weight = torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+        copy_into(self.weight, weight)
+        if self.e_score_correction_bias is not None:
+            nn.init.zeros_(self.e_score_correction_bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TopKRouter:
         bias = self.e_score_correction_bias

@@ -90,6 +90,30 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
+def check_gathered(block: nn.Module, *layers: str) -> None:
+    """Refuse layers of a block, which uses their weights without calling them, that FSDP has divided on their own."""
+    for name in layers:
+        if is_dtensor(getattr(block, name).weight):
+            kind = type(block).__name__
+            raise ArgumentError(
+                f"{name}.weight is divided by FSDP, which gathers it where {name} is called; but {kind} uses it "
+                f"without calling {name}: apply fully_shard to the whole {kind}, not to {name}"
+            )
+
+
+def distributed_as(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """What every rank has whole, divided like a parameter that is a DTensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def copy_into(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a parameter, which FSDP may have divided."""
+    parameter.copy_(distributed_as(parameter, values) if is_dtensor(parameter) else values)
+
+
 class ParallelModule(nn.Module):
     """A module whose parameters are shards of those of a plain module, under the same names.
 
@@ -161,7 +185,7 @@ class ParallelModule(nn.Module):
                 if is_dtensor(parameter):
                     if self._is_of_several_dimensions(parameter):
                         raise ArgumentError(f"{name}: {self._how_to_load(parameter)}")
-                    shard = self._as_dtensor(parameter, shard)
+                    shard = self._as_dtensor(parameter, shard.to(parameter.to_local().device))
                 parameter.copy_(shard)
 
     @torch.no_grad()
@@ -231,7 +255,8 @@ class ParallelModule(nn.Module):
         if self._is_of_several_dimensions(parameter):
             error_msgs.append(f"{key}: {self._how_to_load(parameter)}")
             return parameter
-        return self._as_dtensor(parameter, value)
+        # what is assigned takes the place of the parameter, which may be on the meta device
+        return self._as_dtensor(parameter, value if assigned else value.to(parameter.to_local().device))
 
     def _is_of_several_dimensions(self, parameter: Any) -> bool:
         """Has FSDP divided a DTensor that stands for the parameter of the plain module?"""
@@ -245,13 +270,12 @@ class ParallelModule(nn.Module):
 
     def _as_dtensor(self, parameter: Any, shard: torch.Tensor) -> torch.Tensor:
         """This rank's shard, as the DTensor that the parameter is."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor import DTensor
 
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shard = shard.to(parameter.to_local().device)
+        shard = shard.detach()
         if self.dtensors_are_whole:
-            return DTensor.from_local(shard, mesh, placements, run_check=False)
-        return distribute_tensor(shard, mesh, placements, src_data_rank=None)  # every rank has all of it
+            return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, run_check=False)
+        return distributed_as(parameter, shard)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -259,14 +283,20 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     `torch.save` it on one rank; the plain module loads it, and so does a parallel module on any number of ranks.
     """
-    state = dict(module.state_dict())
-    for prefix, child in module.named_modules():
+    state = dict(module.state_dict(keep_vars=True))
+    owners: dict[Any, tuple[ParallelModule, str]] = {}  # by key; by parameter, since wrappers change the keys
+    for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, ParallelModule):
             for name in child.shard_dims:
                 key = f"{prefix}.{name}" if prefix else name
-                if key in state:
-                    state[key] = child.gathered(name)
-    return {key: value.full_tensor() if is_dtensor(value) else value for key, value in state.items()}
+                owners[key] = owners[id(getattr(child, name))] = child, name
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        owner = owners.get(key) or owners.get(id(value))
+        whole = owner[0].gathered(owner[1]) if owner else value.detach()
+        state[key] = whole.full_tensor() if is_dtensor(whole) else whole  # type: ignore[attr-defined]
+    return state
 
 
 def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:
@@ -280,6 +310,7 @@ def all_gather(shard: torch.Tensor, group: Group) -> torch.Tensor:
     no_columns = rows.new_empty((rows.shape[1], 0), device=group.device)
     for begin in range(0, rows.shape[0], step):
         piece = rows[begin : begin + step].to(group.device)
-        _, gathered = all_gather_matmul(piece, no_columns, group=group, return_gathered=True)
+        with torch.autocast(group.device.type, enabled=False):  # which would round the values
+            _, gathered = all_gather_matmul(piece, no_columns, group=group, return_gathered=True)
         whole[:, begin : begin + step] = gathered.view(group.size, *piece.shape)
     return whole.reshape(-1, *shard.shape[1:])

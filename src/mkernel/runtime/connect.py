@@ -137,13 +137,15 @@ def _test_transport(group: Group, transport: RdmaTransport) -> None:
     """Send a signal to every counterpart, and wait for theirs. Devices that are set up may still not reach each other;
     this finds out before the first operator does. Collective."""
     peers = counterparts(group)
-    ring = torch.zeros(requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64)
+    ring = torch.zeros(
+        requests.HEADER_WORDS.value + len(peers) * requests.REQUEST_WORDS.value, dtype=torch.int64, device="cpu"
+    )
     ring[requests.CAPACITY.value] = len(peers)
     for slot, peer in zip(ring[requests.HEADER_WORDS.value :].view(-1, requests.REQUEST_WORDS.value), peers):
         slot[requests.PEER_AND_SEGMENTS.value] = peer | TEST_SEGMENT << 16 | TEST_SEGMENT << 40
         slot[requests.SIGNAL.value] = 8 * group.rank
         slot[requests.VALUE.value] = slot[requests.TURN.value] = 1
-    signals = torch.zeros(group.size, dtype=torch.int64)
+    signals = torch.zeros(group.size, dtype=torch.int64, device="cpu")
     attach(group, transport, {TEST_SEGMENT: signals})
     proxy = Proxy(ring, transport)
     deadline = time.monotonic() + min(group.timeout, TEST_SECONDS)

@@ -64,10 +64,10 @@ class DeviceMemory:
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         device = self._devices[rank]
-        return apart(device, lambda: torch.tensor(words, dtype=torch.int64).to(device))
+        return apart(device, lambda: torch.tensor(words, dtype=torch.int64, device="cpu").to(device))
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64).pin_memory()
+        return torch.zeros(count, dtype=torch.int64, device="cpu").pin_memory()
 
     def describe(self, group: Group, segment: int, memory: torch.Tensor, parts: Sequence[Part]) -> None:
         pass  # only the simulator checks it
@@ -104,7 +104,7 @@ class CudaClock:
     def compare(self) -> list[tuple[int, int, int]]:
         readings = []
         for _ in range(CLOCK_READINGS):
-            word = torch.zeros(1, dtype=torch.int64).pin_memory()
+            word = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
             before = time.monotonic_ns()
             with torch.cuda.device(self._device):
                 write_time[(1,)](word, num_warps=1)
@@ -181,7 +181,7 @@ class CudaLauncher:
         # `abort` cannot create its stream when it needs it: creating a stream waits for kernels that spin
         rank = group.world_rank
         if rank not in self._abort_streams:
-            one = torch.ones(1, dtype=torch.int64).pin_memory()
+            one = torch.ones(1, dtype=torch.int64, device="cpu").pin_memory()
             self._abort_streams[rank] = torch.cuda.Stream(self._devices[rank]), one
 
     def stream_key(self, rank: int) -> Hashable:

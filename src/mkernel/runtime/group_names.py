@@ -77,14 +77,14 @@ def find(name: str, current: Group | None) -> Group | None:
     return found[-1]
 
 
-def _constant_in_graphs(function: Any) -> Any:
-    """What torch.compiler.assume_constant_result does, without importing Dynamo: a graph takes the result as a
-    constant, with no guard on the groups of this process, of which the program may make more."""
+def constant_in_graphs(function: Any) -> Any:
+    """What torch.compiler.assume_constant_result does, without importing Dynamo: the function is called while a graph
+    is traced, which takes the result as a constant, with no guard on what it reads, such as this process's groups."""
     function._dynamo_marked_constant = True
     return function
 
 
-@_constant_in_graphs
+@constant_in_graphs
 def size_of(name: str) -> int:
     """How many ranks the group of this name has: one of ours, or a process group of torch.distributed."""
     for made in reversed(_groups.get(name, [])):

@@ -117,6 +117,6 @@ def _value(plain: Any, blobs: _Blobs) -> Any:
     if kind == "tensor":
         dtype, shape, count = what
         raw = bytearray(blobs.take(count))
-        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(DTYPES[dtype]).reshape(shape)
     raise ValueError(f"no such type: {kind}")

@@ -42,10 +42,12 @@ class _Rank:
 
     def __init__(self, transport: Transport):
         self.transport = transport
-        self.memory = torch.zeros(SIGNALS + LARGE, dtype=torch.uint8)
+        self.memory = torch.zeros(SIGNALS + LARGE, dtype=torch.uint8, device="cpu")
         self.signals = self.memory[:SIGNALS].view(torch.int64).numpy()
         self.transport.attach(0, self.memory)
-        ring = torch.zeros(words.HEADER_WORDS.value + CAPACITY * words.REQUEST_WORDS.value, dtype=torch.int64)
+        ring = torch.zeros(
+            words.HEADER_WORDS.value + CAPACITY * words.REQUEST_WORDS.value, dtype=torch.int64, device="cpu"
+        )
         ring[words.CAPACITY.value] = CAPACITY
         self.ring = ring.numpy()
         self.slots = self.ring[words.HEADER_WORDS.value :].reshape(CAPACITY, words.REQUEST_WORDS.value)

@@ -70,7 +70,7 @@ class _Member(Group):
     def __init__(self, nodes: int, gpus_per_node: int, rank: int, ctas: int, capability: int, links: Links):
         memory = SimpleNamespace(
             empty=lambda rank, shape, dtype: torch.empty(shape, dtype=dtype, device=META),
-            upload=lambda rank, values: torch.tensor(values, dtype=torch.int64),
+            upload=lambda rank, values: torch.tensor(values, dtype=torch.int64, device="cpu"),
         )
         self.world = SimpleNamespace(
             devices=_Same(META), gpu_ids=range(nodes * gpus_per_node), links=links, memory=memory,

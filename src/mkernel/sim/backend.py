@@ -35,7 +35,7 @@ class SimMemory:
 
     def allocate(self, rank: int, nbytes: int) -> torch.Tensor:
         self._simulator.allocated += nbytes
-        memory = torch.zeros(nbytes + 16, dtype=torch.uint8)
+        memory = torch.zeros(nbytes + 16, dtype=torch.uint8, device="cpu")
         start = -memory.data_ptr() % 16
         memory = memory[start : start + nbytes]
         self._simulator.allow(memory, rank)
@@ -59,7 +59,7 @@ class SimMemory:
 
     def upload(self, rank: int, words: Sequence[int]) -> torch.Tensor:
         table = self.host_words(rank, len(words))
-        table.copy_(torch.tensor(words, dtype=torch.int64))
+        table.copy_(torch.tensor(words, dtype=torch.int64, device="cpu"))
         return table
 
     def host_words(self, rank: int, count: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class SimMemory:
         self._simulator.scheduler.memory.mark_segment(memory.data_ptr(), (group.name, segment), parts)
 
     def empty(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.full(tuple(shape), float("nan"), dtype=dtype)
+        tensor = torch.full(tuple(shape), float("nan"), dtype=dtype, device="cpu")
         self._simulator.scheduler.memory.mark_uninitialized(tensor)
         return tensor
 
@@ -274,7 +274,7 @@ class SimNetwork:
             memory = self._simulator.scheduler.memory
             memory.reset(group._ring.data_ptr())
             memory.reset(group._posting.data_ptr())
-            group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY]))
+            group._posting.copy_(torch.tensor([0, RING_CAPACITY, RING_CAPACITY], device="cpu"))
 
     def wait_until_drained(self, group: Group, ring: torch.Tensor) -> None:
         self._simulator.scheduler.current_host().wait_until(lambda: poll_drained(ring), "the network", group.timeout)

@@ -135,7 +135,7 @@ FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}  # those of N
 @functools.cache
 def _all_of_fp8(name: str) -> np.ndarray:
     """The number that each of the 256 bit patterns stands for, in fp32."""
-    return torch.arange(256, dtype=torch.uint8).view(FP8[name]).float().numpy()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(FP8[name]).float().numpy()
 
 
 def fp8_values(bits: Any, dtype: Any) -> Any:

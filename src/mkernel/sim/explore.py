@@ -235,7 +235,15 @@ class Exploration:
                 raise ArgumentError(f"{name} must be a whole number, 0 or more; got {value!r}")
         if schedules + random == 0:
             raise ArgumentError("schedules and random are both 0: nothing would run")
-        sim = sim or Options()
+        if not isinstance(seed, int):
+            raise ArgumentError(f"seed must be an integer, got {seed!r}")
+        if isinstance(without, str):
+            raise ArgumentError(
+                f"without must be a list of the names of schedules, such as [{without!r}]; got a string"
+            )
+        sim = Options() if sim is None else sim
+        if not isinstance(sim, Options):
+            raise ArgumentError(f"sim must be a mkernel.sim.scheduler.Options, got {type(sim).__name__}")
         for name in ("slow", "late"):
             if getattr(sim, name):
                 raise ArgumentError(
@@ -243,7 +251,7 @@ class Exploration:
                     f"{getattr(sim, name)}"
                 )
         if sim.schedule is not None:
-            raise ArgumentError(f"sim.schedule must be None; to run one schedule, pass only={sim.schedule!r}")
+            raise ArgumentError(f"sim.schedule must be None; to run one schedule, pass schedule={sim.schedule!r}")
         check_cluster(nodes, gpus_per_node)
         size = nodes * gpus_per_node
         for given in (*without, *([only] if only is not None else [])):

@@ -456,7 +456,7 @@ def _gaps(tensor: torch.Tensor) -> np.ndarray | None:
     size = tensor.element_size()
     if tensor.numel() * size == high - low:
         return None
-    inside = torch.zeros(high - low, dtype=torch.bool)
+    inside = torch.zeros(high - low, dtype=torch.bool, device="cpu")
     strides = [stride * size for stride in tensor.stride()]
     inside.as_strided((*tensor.shape, size), (*strides, 1)).fill_(True)
     return inside.numpy()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,9 +70,31 @@ class Options:
         check_replacements(self.replace)
         if self.schedule is not None and Schedule.parse(self.schedule).kind == ONE_CTA:
             object.__setattr__(self, "resident", 1)
+        for name in ("slow", "late"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ArgumentError(
+                    f"{name} must be a dict, such as {{0: ...}} for rank 0; got {getattr(self, name)!r}"
+                )
         for rank, share in self.slow.items():
-            if not share > 0:
-                raise ArgumentError(f"slow[{rank}] must be more than 0 (or the rank would never run), got {share}")
+            if not isinstance(share, int | float) or not 0 < share < math.inf:
+                raise ArgumentError(
+                    f"slow[{rank}] must be finite and more than 0 (or the rank would never run), got {share!r}"
+                )
+        for rank, steps in self.late.items():
+            if not isinstance(steps, int) or steps < 0:
+                raise ArgumentError(f"late[{rank}] must be a whole number of steps, 0 or more; got {steps!r}")
+        for name, value in (("ctas", self.ctas), ("resident", 1 if self.resident is None else self.resident)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{name} must be a whole number, 1 or more; got {value!r}")
+
+    def check_ranks(self, size: int) -> None:
+        """Refuse options for ranks that a cluster of this size does not have: they would change nothing."""
+        for name in ("slow", "late"):
+            for rank in getattr(self, name):
+                if rank not in range(size):
+                    raise ArgumentError(f"{name} names rank {rank!r}, but the ranks are 0 to {size - 1}")
+        if self.schedule is not None:
+            Schedule.parse(self.schedule).check_ranks(size)
 
     slow: dict[int, float] = field(default_factory=dict)
     late: dict[int, int] = field(default_factory=dict)

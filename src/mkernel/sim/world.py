@@ -129,7 +129,9 @@ def spawn(
     if _left_behind and max(_left_behind) > MUCH_MEMORY:
         gc.collect()  # a world has cycles of few but large objects
     _left_behind.clear()
-    world = SimWorld(nodes, gpus_per_node, seed, options or Options())
+    options = options or Options()
+    options.check_ranks(nodes * gpus_per_node)
+    world = SimWorld(nodes, gpus_per_node, seed, options)
     everyone = range(world.size)
 
     def of(rank: int) -> Callable[[], Any]:

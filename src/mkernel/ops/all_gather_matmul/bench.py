@@ -172,7 +172,7 @@ def measure_backward(group: Group, shape: tuple[int, int, int], dtype: torch.dty
     gathered = torch.empty_like(product)
     torch.cuda.current_stream(device).synchronize()
     everyone = group.exchange("operands", (a, w, dy))
-    products = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    products = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64, device="cpu").to(device)
     block = rows * k * a.element_size()
     bytes_of = dict(nvlink=group.nodes * (group.gpus_per_node - 1) * block, network=(group.nodes - 1) * block)
 

@@ -39,7 +39,10 @@ def check_list(a: Any, bs: Sequence[Any]) -> None:
 
 
 def joined(bs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix that has the columns of all of these, if they lie side by side in memory. None if they do not."""
+    """The matrix that has the columns of all of these, if they lie side by side in memory. None if they do not, or have
+    no memory of their own."""
+    if any([type(b) not in PLAIN for b in bs]):
+        return None
     filled = [b for b in bs if b.shape[1]] or list(bs[:1])
     first, columns = filled[0], 0
     if not len(first):

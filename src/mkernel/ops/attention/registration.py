@@ -40,7 +40,9 @@ def packed(documents: Documents, window_size: Any, seq_lens: Counts, query_lens:
     calls without gradients, except while a graph is traced: then they may be symbols."""
     traced = torch.compiler.is_compiling()
     if documents is not None and not isinstance(documents, torch.Tensor):
-        documents = torch.tensor(list(documents) if traced else boundaries_of(documents), dtype=torch.int64)
+        documents = torch.tensor(
+            list(documents) if traced else boundaries_of(documents), dtype=torch.int64, device="cpu"
+        )
     if traced:
         return documents, window_size, seq_lens, query_lens
     return documents, pair_of(window_size), counts_of("seq_lens", seq_lens), counts_of("query_lens", query_lens)

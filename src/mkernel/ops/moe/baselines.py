@@ -99,9 +99,9 @@ class Experts(Problem):
         placed = counts[self.rank].clamp_min(1)
         total = int(placed.sum())
         starts = (placed.cumsum(0) - placed).tolist()
-        valid_rows = torch.cat([torch.arange(at, at + n) for at, n in zip(starts, counts[self.rank].tolist())]).to(
-            x.device
-        )
+        valid_rows = torch.cat(
+            [torch.arange(at, at + n, device="cpu") for at, n in zip(starts, counts[self.rank].tolist())]
+        ).to(x.device)
 
         def shared(*shape: int, dtype: torch.dtype = x.dtype) -> torch.Tensor:
             memory = symm_mem.shared(*shape, device=x.device, dtype=dtype).zero_()

@@ -55,7 +55,7 @@ def _measure(
     out = torch.empty(m, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
-    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64, device="cpu").to(device)
     results = group.exchange("results", out.view(-1))
     nbytes = m * n * out.element_size()
     # reduce-scatter, then all-gather: every byte goes over NVLink twice

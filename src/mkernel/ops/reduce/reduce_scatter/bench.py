@@ -63,7 +63,7 @@ def _measure(
     out = torch.empty(rows, n, device=device, dtype=dtype)
     product = torch.empty(m, n, device=device, dtype=dtype)
     torch.cuda.current_stream(device).synchronize()
-    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64).to(device)
+    parts = torch.tensor(group.exchange("products", product.data_ptr()), dtype=torch.int64, device="cpu").to(device)
     tile = rows * n * out.element_size()
     wire = wires(group, group.nodes * (group.gpus_per_node - 1) * tile, (group.nodes - 1) * tile)
     link = Link(device)
