@@ -3,7 +3,7 @@
 from support.forked_processes import run_ranks
 
 WORKS = """
-    import gc, os, timeit
+    import gc, os, time, timeit
     import torch
     import torch.distributed as dist
     from datetime import timedelta
@@ -165,7 +165,11 @@ def test_groups_of_init_and_closed_groups():
 DESTROYED = """
     def open_files_and_threads():
         gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        threads = []
+        for _ in range(20):  # a thread that was joined vanishes a moment later
+            threads.append(len(os.listdir("/proc/self/task")))
+            time.sleep(0.01)
+        return len(os.listdir("/proc/self/fd")), min(threads)
 
     pair = dist.new_group([0, 1])
     works(pair, [0, 1])
