@@ -5,9 +5,10 @@ import pytest
 from support.forked_processes import run_ranks
 
 WORKS = """
-    import gc, os, random
+    import os, random
     import torch
     import torch.distributed as dist
+    from support.open_handles import open_files_and_threads
     from support.patience import WAIT
     from torch.distributed.device_mesh import init_device_mesh
     import mkernel as mk
@@ -99,10 +100,6 @@ def test_groups_made_in_any_order_and_by_some_ranks_only():
 IN_A_ROW = """
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = [[0, 1], [2, 3]][rank // 2]
-
-    def open_files_and_threads():
-        gc.collect()  # a closed group's memory goes with the last tensor that lies in it
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     counts = []
     for turn in range(8):

@@ -3,10 +3,11 @@
 from support.forked_processes import run_ranks
 
 WORKS = """
-    import gc, os, time, timeit
+    import os, timeit
     import torch
     import torch.distributed as dist
     from datetime import timedelta
+    from support.open_handles import open_files_and_threads
     from support.patience import WAIT
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     import mkernel as mk
@@ -163,14 +164,6 @@ def test_groups_of_init_and_closed_groups():
 
 
 DESTROYED = """
-    def open_files_and_threads():
-        gc.collect()
-        threads = []
-        for _ in range(20):  # a thread that was joined vanishes a moment later
-            threads.append(len(os.listdir("/proc/self/task")))
-            time.sleep(0.01)
-        return len(os.listdir("/proc/self/fd")), min(threads)
-
     pair = dist.new_group([0, 1])
     works(pair, [0, 1])
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]

@@ -339,7 +339,7 @@ def test_a_dead_peer(op, ranks, dead):
             call(part, op, turn)
         return caught.value
 
-    failures = [failure for failure in run(work, cluster=(1, ranks), slow={2: 1e-3}) if failure is not None]
+    failures = [failure for failure in run(work, cluster=(1, ranks), slow={ranks - 1: 1e-3}) if failure is not None]
     assert len(failures) == ranks - 1
     for failure in failures:
         assert failure.record.op == op
