@@ -105,16 +105,19 @@ def test_repeated_weight_gradients(repeated):
 
 
 @pytest.mark.parametrize("window", [None, (5, 0), [5, 0]])
-def test_repeated_ring_attention(repeated, window):
+@pytest.mark.parametrize("team_ctas", [None, 2])  # teams have scratch memory, which is no result
+def test_repeated_ring_attention(repeated, window, team_ctas):
+    config = team_ctas and mk.Config(team_ctas=team_ctas)
+
     def on_rank(group):
         for seed in range(4):
-            q, k, v = (inputs(group, seed + 10 * i, 1, 2, 16, 64) for i in range(3))
-            y, lse = mk.ring_attention(q, k, v, is_causal=True, window_size=window, return_lse=True)
+            q, k, v = (inputs(group, seed + 10 * i, 1, 2, 48, 64) for i in range(3))
+            y, lse = mk.ring_attention(q, k, v, is_causal=True, window_size=window, return_lse=True, config=config)
             group.synchronize()
             keys, values = (torch.cat(group.exchange("kv", t.clone()), dim=2).double() for t in (k, v))
             scores = q.double() @ keys.mT / 8
-            rows = torch.arange(16)[:, None] + 16 * group.rank
-            hidden = (torch.arange(32) > rows) | (torch.arange(32) < rows - (5 if window else 32))
+            rows = torch.arange(48)[:, None] + 48 * group.rank
+            hidden = (torch.arange(96) > rows) | (torch.arange(96) < rows - (5 if window else 96))
             scores = scores.masked_fill(hidden, float("-inf"))
             assert (y.double() - scores.softmax(-1) @ values).abs().max() < 1e-4
             assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-4

@@ -32,12 +32,14 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Prepared(NamedTuple):
-    """A call that was made before. Its tensors are those that the caller passes, then those that it allocates."""
+    """A call that was made before. Its tensors are those that the caller passes, then those that it allocates: results,
+    then scratch memory."""
 
     call: Any  # what all ranks must call
     ready: Any  # the launcher's; None if the launch cannot be repeated
     spans: list[int]  # bytes from the first to the last element of each tensor
-    makers: list[Callable[[], torch.Tensor]]  # allocate the tensors of a call
+    makers: list[Callable[[], torch.Tensor]]  # allocate the results and the scratch memory of a call
+    results: int  # how many of these are results
 
 
 class PreparedCalls:
@@ -67,7 +69,7 @@ class PreparedCalls:
 
         Returns:
             The key: what the call depends on besides the addresses of its tensors; None if it is unusual. And the
-            tensors that were allocated for the call, in the order of `keep`. These are None, and nothing is launched,
+            results that were allocated for the call, in the order of `keep`. These are None, and nothing is launched,
             if the call is not prepared, or if a tensor is in the symmetric heap, or overlaps the result.
         """
         group, repeater = self._group(), self._repeater
@@ -110,13 +112,13 @@ class PreparedCalls:
         group._call, group._confirmed = prepared.call, False
         repeater.launch(self._rank, group, prepared.ready, addresses)
         group._call, group._confirmed = None, False
-        return key, made
+        return key, made[: prepared.results]
 
     def keep(
         self, key: Hashable | None, launch: Launch, passed: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> None:
-        """A call with this key was launched: prepare the next one. `made`: contiguous tensors that were allocated for
-        it."""
+        """A call with this key was launched: prepare the next one. `made`: its results that were allocated for it,
+        contiguous."""
         if key is None or key in self._calls:
             return
         if key not in self._seen:
@@ -124,8 +126,8 @@ class PreparedCalls:
                 self._seen.clear()
             self._seen.add(key)
             return
-        made = [*made, *launch.scratch]
-        tensors = [*passed, *made]
+        allocated = [*made, *launch.scratch]
+        tensors = [*passed, *allocated]
         if self._heap.holds_one_of([tensor.data_ptr() for tensor in tensors if tensor is not None]):
             return
         if len(self._calls) >= CALLS_KEPT:
@@ -133,8 +135,8 @@ class PreparedCalls:
         assert self._repeater is not None  # the call has a key
         ready = self._repeater.prepare(self._rank, launch, tensors)
         spans = [span(tensor) if tensor is not None else 0 for tensor in tensors]
-        makers = [self._memory.maker(self._rank, tensor) for tensor in made]
-        self._calls[key] = Prepared(launch.call, ready, spans, makers)
+        makers = [self._memory.maker(self._rank, tensor) for tensor in allocated]
+        self._calls[key] = Prepared(launch.call, ready, spans, makers, len(made))
 
 
 def _overlaps(out: int, addresses: Sequence[int], spans: Sequence[int]) -> bool:
