@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mkernel.runtime.cuda import CudaLauncher, DeviceMemory
-from mkernel.runtime.cuda_repeater import CudaRepeater
+from mkernel.runtime.cuda_repeater import CudaRepeater, Repeated
+from mkernel.runtime.world import Launch
 
 DEVICE = torch.device("cuda", 1)
 
@@ -135,3 +136,20 @@ def test_tensors_are_allocated_on_the_rank_s_device(gpu, monkeypatch, private, c
 def test_pytorch_s_quickest_allocation_takes_these_arguments():
     made = torch._C._dynamo.guards._empty_strided_cpu((3, 5), (5, 1), torch.float16)
     assert (made.shape, made.stride(), made.dtype) == ((3, 5), (5, 1), torch.float16)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_ranks_wait_for_each_other_after_the_first_launch_of_a_kernel(monkeypatch, new, repeats):
+    """What follows it may have to be loaded, on any rank, while kernels wait for a proxy. But a rank that repeats a
+    launch does not wait for the others."""
+    launcher = CudaLauncher({0: DEVICE, 1: DEVICE}, {0: 8, 1: 8}, network=None)
+    monkeypatch.setattr(launcher, "start", lambda *args: None)
+    monkeypatch.setattr(launcher.loader, "load", lambda rank, launch, stream: new and rank == 0)
+    launcher.repeater = SimpleNamespace(start=lambda *args: None)
+    groups = [SimpleNamespace(fresh=False) for _ in range(2)]
+    launches = {rank: (Launch("op", group, None, 1, {}), None) for rank, group in enumerate(groups)}
+    if repeats:
+        launches[1] = (Repeated(None, []), None)
+    launcher.launch_together(launches)
+    assert [group.fresh for group in groups] == 2 * [new and not repeats]

@@ -122,11 +122,12 @@ class KernelLoader:
         self._devices, self._network, self._synchronize = devices, network, synchronize
         self._loaded: set[Hashable] = set()
 
-    def load(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> None:
-        """Compile the kernel of a launch and load it onto the GPU, unless it is loaded already."""
+    def load(self, rank: int, launch: Launch, stream: torch.cuda.Stream) -> bool:
+        """Compile the kernel of a launch and load it onto the GPU, unless it is loaded already. Return whether it was
+        new."""
         key = (self._devices[rank], launch.kernel, launch.variant)
         if key in self._loaded:
-            return
+            return False
         if self._network.connections and not torch.cuda.is_current_stream_capturing():
             # Loading waits for running kernels while it holds the driver. Those kernels may wait for a proxy that needs
             # the driver. So wait for them here, where nothing holds it.
@@ -144,6 +145,7 @@ class KernelLoader:
         if len(self._loaded) >= LOADED_KEPT:
             self._loaded.clear()  # the kernels stay loaded; loading them again is cheap
         self._loaded.add(key)
+        return True
 
 
 class CudaLauncher:
@@ -194,7 +196,7 @@ class CudaLauncher:
         group = launch.group
         stream = torch.cuda.current_stream(self._devices[rank])
         if self._threads is None:
-            self.loader.load(rank, launch, stream)
+            group.fresh |= self.loader.load(rank, launch, stream)
             group.confirm()
             self.start(rank, launch, stream)
         else:
@@ -204,9 +206,15 @@ class CudaLauncher:
 
     def launch_together(self, launches: Mapping[int, tuple[Launch | Repeated, torch.cuda.Stream]]) -> None:
         """Load the kernels of several ranks, then start them all."""
+        made = []
+        loaded = False
         for rank, (launch, stream) in launches.items():
             if isinstance(launch, Launch):
-                self.loader.load(rank, launch, stream)
+                loaded |= self.loader.load(rank, launch, stream)
+                made.append(launch)
+        if loaded and len(made) == len(launches):  # ranks that repeat a launch do not wait for the others afterwards
+            for new in made:
+                new.group.fresh = True
         for rank, (launch, stream) in launches.items():
             if isinstance(launch, Repeated):
                 assert self.repeater is not None
@@ -235,7 +243,8 @@ class CudaLauncher:
             self._streams[rank].add(stream)
 
     def sync_after_first_call(self, rank: int, group: Group) -> bool:
-        """Synchronize if this was the first call since the ranks agreed on new shapes. Return whether it was.
+        """Synchronize if this was the first call since the ranks agreed on new shapes, or the first one of a kernel.
+        Return whether it was.
 
         What follows such a call often runs for the first time, too, and has to be loaded. While the driver loads it, it
         waits for our kernels, and may block the proxy that they wait for. So where there is a proxy, the first call

@@ -118,7 +118,7 @@ class Group:
         self._different_calls: Sequence[Any] | None = None
         self._subgroups: dict[tuple[int, ...], int] = {}
         self._broken: MKernelError | None = None
-        self.fresh = False  # the ranks have just agreed on new shapes, so their next launch may need a new kernel
+        self.fresh = False  # new shapes were agreed on, or a kernel is new: what follows the launch may be new, too
         self._closed = False
         self._agreed: set[Hashable] = set()
         self._workspaces: dict[Hashable, Workspace] = {}
