@@ -141,10 +141,10 @@ def test_passes_and_held_tiles(cluster, held, passes):
     run(work, cluster=cluster, seed=passes, ctas=4)
 
 
-@pytest.mark.parametrize("chunk_rows", [16, 32, 48, 96])
+@pytest.mark.parametrize("chunk_rows", [2, 8, 16, 32, 48, 96])
 @over([(1, 2), (3, 2)], [(1, 2)])
 def test_chunks(cluster, chunk_rows):
-    """Of several steps, and more than a rank has rows."""
+    """Several of a step, several steps of one, and more than a rank has rows."""
     run(lambda group: call(group, Case(50, 17, 18), config=small(chunk_rows=chunk_rows)), cluster=cluster)
 
 

@@ -44,10 +44,12 @@ from mkernel.lang import gemm, layout, partials, requests, roles, signals
 from mkernel.lang.context import rank_of, segment_of
 from mkernel.lang.layout import word_of
 from mkernel.lang.order import arrival_order
+from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import poll_each, share_acquired
 from mkernel.ops.all_gather_matmul import protocol, transfer
+from mkernel.ops.all_gather_matmul.protocol import wait_chunk
 from mkernel.ops.all_gather_matmul.weight_grad import kernel
-from mkernel.ops.all_gather_matmul.weight_grad.kernel import POLLED, _wait_pass, wait_places
+from mkernel.ops.all_gather_matmul.weight_grad.kernel import POLLED, _wait_pass, blocks_of, wait_places
 
 NODE = WeightGrads((1, 2))
 NETWORK = WeightGrads((2, 1))
@@ -56,11 +58,13 @@ NO_COLUMNS = dict(calls=3, n=(0, 5))
 
 
 @triton.jit
-def poll_for_epoch_before(comm, gather, first, end):
+def poll_for_epoch_before(comm, gather, first, end, STEP: tl.constexpr):
     rank = rank_of(comm.context)
-    place = first + tl.arange(0, POLLED)
-    inside = place < end
-    source, chunk = arrival_order(place, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    _, blocks, chunks = blocks_of(gather, STEP)
+    nth = first + tl.arange(0, POLLED)
+    source, block = arrival_order(nth // chunks, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    chunk = block * chunks + nth % chunks
+    inside = (nth < end) & (chunk < gather.chunks)
     segment = segment_of(comm.context, rank, tl.int64)
     seen = poll_each(segment + word_of(gather.arrived, comm.epoch, source, chunk), inside, "sys")
     share_acquired()
@@ -68,7 +72,7 @@ def poll_for_epoch_before(comm, gather, first, end):
 
 
 @triton.jit
-def poll_nothing(comm, gather, first, end):
+def poll_nothing(comm, gather, first, end, STEP: tl.constexpr):
     return True
 
 
@@ -83,8 +87,19 @@ def share_nothing():
 
 
 @triton.jit
-def wait_for_all_but_the_last_chunk(comm, gather, first, end):
-    return wait_places(comm, gather, first, end - 1)
+def wait_for_all_but_the_last_block(comm, gather, first, end, STEP: tl.constexpr):
+    return wait_places(comm, gather, first, end - 1, STEP)
+
+
+@triton.jit
+def wait_for_all_but_the_last_chunk_of_a_block(comm, gather, place, STEP: tl.constexpr):
+    """Each chunk of a block has a signal of its own."""
+    _, blocks, chunks = blocks_of(gather, STEP)
+    source, block = arrival_order(place, rank_of(comm.context), blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    complete = True
+    for chunk in range(block * chunks, tl.minimum((block + 1) * chunks, gather.chunks) - 1):
+        complete &= wait_chunk(comm, gather, source, chunk, COMPUTE)
+    return complete
 
 
 @triton.jit
@@ -129,10 +144,13 @@ BROKEN = {
     ),
     "compute waits for the epoch before": Broken(NODE, {protocol.wait_chunk: wait_for_epoch_before}),
     "compute waits for the last use of the half": Broken(NETWORK, {protocol.wait_chunk: wait_for_last_use}),
-    "compute polls for the epoch before": Broken(NODE, {kernel.poll_places: poll_for_epoch_before}),
-    "compute does not wait": Broken(NODE, {kernel.poll_places: poll_nothing}),
-    "compute does not wait for the last chunk of a pass": Broken(
-        NODE, {kernel.wait_places: wait_for_all_but_the_last_chunk}
+    "compute polls for the epoch before": Broken(NODE, {kernel.poll_chunks: poll_for_epoch_before}),
+    "compute does not wait": Broken(NODE, {kernel.poll_chunks: poll_nothing}),
+    "compute does not wait for the last block of a pass": Broken(
+        NODE, {kernel.wait_places: wait_for_all_but_the_last_block}
+    ),
+    "compute does not wait for the last chunk of a block": Broken(
+        WeightGrads((1, 2), chunk_rows=4), {kernel.wait_block: wait_for_all_but_the_last_chunk_of_a_block}
     ),
     "a pass waits for the rows of the one before": Broken(NODE, {kernel._wait_pass: wait_for_the_pass_before}),
     "intra passes rows on before they are here": Broken(TWO_LEVELS, {protocol.wait_chunk: wait_in_compute_only}),

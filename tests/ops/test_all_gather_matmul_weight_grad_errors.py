@@ -68,7 +68,7 @@ REFUSED = {
     "chunks that are no multiple of a step": (
         (zeros(40, 5), zeros(80, 3)),
         {"config": mk.Config(tile_k=16, chunk_rows=24)},
-        ["config.chunk_rows is 24", "multiple of tile_k, 16"],
+        ["config.chunk_rows is 24", "multiple or a divisor of tile_k, 16"],
     ),
     "no pass": ((zeros(4, 5), zeros(8, 3)), {"config": mk.Config(passes=0)}, ["config.passes", "from 1 to", "got 0"]),
     "no held tile": (
@@ -159,7 +159,7 @@ def test_there_are_no_more_passes_than_chunks():
 
 
 # seconds of 512 tiles of 128 x 256 x 16384 on an H200, and of 201 MB that 4 ranks push to each other
-REAL = Problem(4, 512, 176e-6, 7e-6, 201_326_592, 33e9, 450e9, 0.0)
+REAL = Problem(4, 512, 128 * 256, 176e-6, 7e-6, 201_326_592, 33e9, 450e9, 0.0)
 
 
 def test_passes_overlap_more_than_one_wave_of_tiles():
@@ -182,5 +182,5 @@ def test_a_configuration_limits_the_search():
 
 
 def test_a_rank_alone_computes_in_one_pass():
-    alone = Problem(1, 512, 176e-6, 7e-6, 0, 33e9, 450e9, 0.0)
+    alone = Problem(1, 512, 128 * 256, 176e-6, 7e-6, 0, 33e9, 450e9, 0.0)
     assert _search(alone, 132, 0, False, None).passes == 1

@@ -53,6 +53,7 @@ def run(ranks, m, n, k, column_major=True, dtype=torch.bfloat16, config=IN_PASSE
         (4, 128, 136, 520, True, mk.Config(passes=6, held_tiles=3, ctas=2)),
         (4, 128, 512, 384, False, mk.Config(passes=1, chunk_rows=128)),
         (4, 256, 136, 264, True, mk.Config(passes=13, held_tiles=1, chunk_rows=64)),
+        (3, 256, 136, 264, True, mk.Config(passes=4, held_tiles=2, chunk_rows=8)),
     ],
 )
 def test_gradients(ranks, m, n, k, column_major, config, seed):
@@ -100,10 +101,7 @@ def wait_for_all_but_the_last(comm, call, arrived):
         for share in range(hopper.shares(call.PASSES)):
             end = hopper._place_of(comm, call, share + 1) - (share == 1).to(gl.int32)
             for place in range(hopper._place_of(comm, call, share), end):
-                source, chunk = hopper.arrival_order(
-                    place, hopper.rank_of(comm.context), call.gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE
-                )
-                protocol.wait_chunk(comm, call.gather, source, chunk, hopper.COMPUTE)
+                hopper.wait_block(comm, call.gather, place, hopper.TILE_K)
             mbarrier.arrive(arrived.index(share), count=1)
 
 
@@ -135,7 +133,7 @@ def signal_only(comm, gather, peer, source, chunk):
 
 BROKEN = {
     "shares are not waited for": ({hopper._wait_arrivals: tell_before_they_arrive}, 128, IN_PASSES),
-    "the last chunk of a share is not waited for": ({hopper._wait_arrivals: wait_for_all_but_the_last}, 128, IN_PASSES),
+    "the last block of a share is not waited for": ({hopper._wait_arrivals: wait_for_all_but_the_last}, 128, IN_PASSES),
     "no fence before the loads": ({hopper.acquire_for_descriptors: no_fence}, 128, IN_PASSES),
     # with more steps in a row than there are stages
     "a stage is freed while it is multiplied": ({hopper._multiply_rows: free_while_multiplying}, 256, ONE_PASS),

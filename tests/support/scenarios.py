@@ -48,7 +48,7 @@ class Gathers(SimulatedCalls):
 @dataclass(frozen=True)
 class WeightGrads(SimulatedCalls):
     """all_gather_matmul_weight_grad. n: columns, of each rank or of all; heap: a lies in the symmetric heap and is
-    overwritten after each call; passes, join_tiles: of the configuration."""
+    overwritten after each call; passes, join_tiles, chunk_rows: of the configuration."""
 
     op: ClassVar = "all_gather_matmul_weight_grad"
     _: KW_ONLY
@@ -57,11 +57,12 @@ class WeightGrads(SimulatedCalls):
     m: int = 36
     passes: int = 3
     join_tiles: int = 1
+    chunk_rows: int = 16
 
     def work(self, group):
         case = weight_grad_reference.Case(self.m, self.n, 24)
         config = mk.Config(
-            tile_m=16, tile_n=16, tile_k=16, chunk_rows=16, passes=self.passes, join_tiles=self.join_tiles
+            tile_m=16, tile_n=16, tile_k=16, chunk_rows=self.chunk_rows, passes=self.passes, join_tiles=self.join_tiles
         )
         a = mk.empty(case.m, case.k, dtype=case.dtype) if self.heap else None
         for turn in range(self.calls):

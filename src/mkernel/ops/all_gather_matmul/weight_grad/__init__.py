@@ -25,9 +25,10 @@ After the last pass all rows are here, and it computes each of its remaining til
 numbers, and the number of CTAs that copy, by an estimate of the time. No wait is inside the loop over steps: Triton
 would not pipeline that loop, and whatever waits there drains the tensor cores.
 
-Signals. `arrived[parity, rank, chunk]`, as in all_gather_matmul. A chunk has a whole number of steps, so a step never
-reads rows of two chunks. The rows of a rank end at m: descriptors [ranks, m, columns] return zeros beyond, for a and
-for dy, and pointers are masked. Nothing that has not arrived is multiplied, not even by zero: it could be NaN.
+Signals. `arrived[parity, rank, chunk]`, as in all_gather_matmul. A chunk has a whole number of steps, or a step a whole
+number of chunks; the larger of both is a *block*, and the order of arrival is that of blocks. The rows of a rank end at
+m: descriptors [ranks, m, columns] return zeros beyond, for a and for dy, and pointers are masked. Nothing that has not
+arrived is multiplied, not even by zero: it could be NaN.
 
 Why buffers are safe. By the argument of all_gather_matmul: a rank leaves an epoch only after the rows of every rank
 have arrived, because every compute CTA waits for all passes, even one without tiles. Partials are private to the CTA

@@ -19,7 +19,7 @@ after they have arrived.
 What it costs: the same as kernel.py, without the CTAs lost to copying.
 
 It needs operands and a result that TMA can access, 16-bit elements, and an m that is a multiple of 128 and of the rows
-of a chunk. Other calls run the kernel in kernel.py. It has run in the simulator, not yet on a GPU.
+of a chunk. Other calls run the kernel in kernel.py.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ from mkernel.lang.hopper import (
 from mkernel.lang.layout import parity
 from mkernel.lang.matrix import Block
 from mkernel.lang.order import arrival_order, swizzle_tile
-from mkernel.lang.roles import COMPUTE
 from mkernel.lang.signals import finish, gave_up
 from mkernel.lang.trace import TILE, TILES, trace, trace_time
 from mkernel.ops.all_gather_matmul.hopper import gather_by_warps, push
-from mkernel.ops.all_gather_matmul.protocol import wait_chunk
+from mkernel.ops.all_gather_matmul.weight_grad.kernel import blocks_of, wait_block
 from mkernel.ops.all_gather_matmul.weight_grad.plan import OP, Plan
 from mkernel.runtime.group import Group
 from mkernel.runtime.hopper import tma_descriptor
@@ -103,7 +102,7 @@ class Unit(NamedTuple):
     column: Any
     needs: Any  # shares of the others' rows that must have arrived
     own: Any  # steps over the rank's own rows
-    first: Any  # the places of the chunks of other ranks: first..end-1 in the order of arrival
+    first: Any  # the places of the blocks of other ranks: first..end-1 in the order of arrival
     end: Any
     begins: Any  # no pass came before
     ends: Any  # no pass comes after
@@ -117,10 +116,10 @@ def shares(passes):
 
 @triton.jit
 def _place_of(comm, call, share):
-    """The place of the first chunk of a share, in the order of arrival."""
-    others = call.gather.chunks * (comm.WORLD_SIZE - 1)
+    """The place of the first block of a share, in the order of arrival."""
+    _, blocks, _ = blocks_of(call.gather, TILE_K)
     SHARES: tl.constexpr = shares(call.PASSES)
-    return call.gather.chunks + others * share // SHARES
+    return blocks + blocks * (comm.WORLD_SIZE - 1) * share // SHARES
 
 
 @triton.jit
@@ -184,7 +183,8 @@ def _load(comm, call, operands, stages, arrived):
     gather = call.gather
     rank = rank_of(comm.context)
     odd_epoch = parity(comm.epoch) == 1
-    steps_of_chunk = gather.chunk_rows // TILE_K
+    block_rows, blocks, _ = blocks_of(gather, TILE_K)
+    steps_of_block = block_rows // TILE_K
     _, tiles = _tile_count(comm, call)
     common_steps = tiles // gl.num_programs(0) * (gather.m // TILE_K * comm.WORLD_SIZE)
     step = 0
@@ -202,12 +202,12 @@ def _load(comm, call, operands, stages, arrived):
                     mbarrier.wait(arrived.index(share), 0)
                 acquire_for_descriptors()
                 waited = unit.needs
-            for i in range((unit.end - unit.first) * steps_of_chunk):
+            for i in range((unit.end - unit.first) * steps_of_block):
                 sync_steps(comm, step, common_steps)
-                source, chunk = arrival_order(
-                    unit.first + i // steps_of_chunk, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE
+                source, block = arrival_order(
+                    unit.first + i // steps_of_block, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE
                 )
-                row = source * gather.m + chunk * gather.chunk_rows + i % steps_of_chunk * TILE_K
+                row = source * gather.m + block * block_rows + i % steps_of_block * TILE_K
                 if odd_epoch:
                     _load_step(operands, call, stages, step, unit, operands.odd, (row, row))
                 else:
@@ -218,13 +218,10 @@ def _load(comm, call, operands, stages, arrived):
 @gluon.jit
 def _wait_arrivals(comm, call, arrived):
     """The wait warp."""
-    gather = call.gather
-    rank = rank_of(comm.context)
     if comm.WORLD_SIZE > 1:
         for share in range(shares(call.PASSES)):
             for place in range(_place_of(comm, call, share), _place_of(comm, call, share + 1)):
-                source, chunk = arrival_order(place, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
-                wait_chunk(comm, gather, source, chunk, COMPUTE)
+                wait_block(comm, call.gather, place, TILE_K)
             mbarrier.arrive(arrived.index(share), count=1)
 
 
@@ -260,12 +257,12 @@ def _offsets(WARPGROUP: gl.constexpr):
 @gluon.jit
 def _multiply(comm, call, c, stages, c_stage, WARPGROUP: gl.constexpr):
     """One of the two warpgroups."""
-    steps_of_chunk = call.gather.chunk_rows // TILE_K
+    block_rows, _, _ = blocks_of(call.gather, TILE_K)
     step = 0
     for index in range(_units(comm, call)):
         unit = _unit_at(comm, call, index)
         since = trace_time(comm.context)
-        steps = unit.own + (unit.end - unit.first) * steps_of_chunk
+        steps = unit.own + (unit.end - unit.first) * (block_rows // TILE_K)
         total, step = _multiply_rows(stages, step, steps, WARPGROUP)
         if call.PASSES > 1:
             slot = call.partials + (gl.program_id(0) * call.held + unit.nth).to(gl.int64) * (TILE_M * TILE_N)

@@ -71,7 +71,7 @@ class Operands(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Rows to sum over: `own` of the rank's own rows, read from the caller's tensor, and the chunks at places
+    """Rows to sum over: `own` of the rank's own rows, read from the caller's tensor, and the blocks at places
     first..end-1 of the arrival order, read from the workspace."""
 
     own: Any
@@ -89,16 +89,26 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def poll_places(comm, gather, first, end):
-    """Have the chunks at places first..end-1 of the arrival order arrived? At most POLLED of them. Acquires what has
-    arrived, for all threads.
+def blocks_of(gather, STEP: tl.constexpr):
+    """(rows of a block, blocks of a rank, chunks of a block). A block is a chunk, or the chunks of a step of STEP rows
+    if they are smaller; a step reads rows of one block."""
+    rows = tl.maximum(gather.chunk_rows, STEP)
+    return rows, tl.cdiv(gather.m, rows), rows // gather.chunk_rows
+
+
+@triton.jit
+def poll_chunks(comm, gather, first, end, STEP: tl.constexpr):
+    """Have all chunks first..end-1 in the arrival order of their blocks arrived? At most POLLED of them. Acquires what
+    has arrived, for all threads.
 
     Triton makes a load of an addition of zero to a single signal, but not to a block of them. These signals are in the
     memory of this GPU, which adds atomically: what peers or the network write at the same time is not lost."""
     rank = rank_of(comm.context)
-    place = first + tl.arange(0, POLLED)
-    inside = place < end
-    source, chunk = arrival_order(place, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    _, blocks, chunks = blocks_of(gather, STEP)
+    nth = first + tl.arange(0, POLLED)
+    source, block = arrival_order(nth // chunks, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+    chunk = block * chunks + nth % chunks
+    inside = (nth < end) & (chunk < gather.chunks)
     segment = segment_of(comm.context, rank, tl.int64)
     signals = segment + word_of(gather.arrived, comm.epoch, source, chunk)
     seen = tl.where(inside, poll_each(signals, inside, "sys"), comm.epoch)
@@ -110,32 +120,43 @@ def poll_places(comm, gather, first, end):
 
 
 @triton.jit
-def wait_places(comm, gather, first, end):
-    """Wait for the chunks at places first..end-1 of the arrival order; false if the group gave up. A poll takes about
-    1 us, so they are polled together first. One that is missing is waited for, and all after it, in order."""
+def wait_block(comm, gather, place, STEP: tl.constexpr):
+    """Wait for the chunks of the block at a place of the arrival order; false if the group gave up."""
+    _, blocks, chunks = blocks_of(gather, STEP)
     rank = rank_of(comm.context)
+    source, block = arrival_order(place, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
     complete = True
-    for start in range(first, end, POLLED):
-        last = tl.minimum(start + POLLED, end)
-        if not poll_places(comm, gather, start, last):
-            for place in range(start, last):
-                source, chunk = arrival_order(place, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
-                complete &= wait_chunk(comm, gather, source, chunk, COMPUTE)
+    for chunk in range(block * chunks, tl.minimum((block + 1) * chunks, gather.chunks)):
+        complete &= wait_chunk(comm, gather, source, chunk, COMPUTE)
+    return complete
+
+
+@triton.jit
+def wait_places(comm, gather, first, end, STEP: tl.constexpr):
+    """Wait for the blocks at places first..end-1 of the arrival order; false if the group gave up. A poll takes about
+    1 us, so chunks are polled together first. One that is missing is waited for, and all after it, in order."""
+    _, _, chunks = blocks_of(gather, STEP)
+    complete = True
+    for start in range(first * chunks, end * chunks, POLLED):
+        last = tl.minimum(start + POLLED, end * chunks)
+        if not poll_chunks(comm, gather, start, last, STEP):
+            for place in range(start // chunks, tl.cdiv(last, chunks)):
+                complete &= wait_block(comm, gather, place, STEP)
     return complete
 
 
 @triton.jit
 def _places_of(comm, call, which):
-    """(first, end): the chunks of a pass, as places in the arrival order. The first pass has the rank's own rows, the
+    """(first, end): the blocks of a pass, as places in the arrival order. The first pass has the rank's own rows, the
     others have equal shares of the other ranks' rows. If there is only one pass, it has all of them."""
-    chunks = call.gather.chunks
-    others = chunks * (comm.WORLD_SIZE - 1)
+    _, blocks, _ = blocks_of(call.gather, call.tiling.K)
+    others = blocks * (comm.WORLD_SIZE - 1)
     if call.PASSES == 1:
         first = which * 0
-        end = chunks + others
+        end = blocks + others
     else:
-        first = tl.where(which == 0, 0, chunks + others * (which - 1) // (call.PASSES - 1))
-        end = chunks + others * which // (call.PASSES - 1)
+        first = tl.where(which == 0, 0, blocks + others * (which - 1) // (call.PASSES - 1))
+        end = blocks + others * which // (call.PASSES - 1)
     return first, end
 
 
@@ -144,8 +165,9 @@ def _wait_pass(comm, call, which):
     """Wait for the rows of a pass; false if the group gave up."""
     first, end = _places_of(comm, call, which)
     if not call.STAGED:
-        first = tl.maximum(first, call.gather.chunks)  # own rows are read from the caller's tensor
-    return wait_places(comm, call.gather, first, end)
+        _, blocks, _ = blocks_of(call.gather, call.tiling.K)
+        first = tl.maximum(first, blocks)  # own rows are read from the caller's tensor
+    return wait_places(comm, call.gather, first, end, call.tiling.K)
 
 
 @triton.jit
@@ -188,10 +210,11 @@ def _multiply(comm, call, operands, tile, span):
             total = _add_rows(total, call, operands.own, operands.dy, tile, rows)
     if call.STAGED or comm.WORLD_SIZE > 1:
         half = parity(comm.epoch).to(tl.int32)
-        steps = gather.chunk_rows // call.tiling.K
+        block_rows, blocks, _ = blocks_of(gather, call.tiling.K)
+        steps = block_rows // call.tiling.K
         for step in range(span.first * steps, span.end * steps):
-            source, chunk = arrival_order(step // steps, rank, gather.chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
-            row = chunk * gather.chunk_rows + step % steps * call.tiling.K
+            source, block = arrival_order(step // steps, rank, blocks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
+            row = block * block_rows + step % steps * call.tiling.K
             total = _add_rows(
                 total, call, operands.gathered, operands.dy, tile, Rows(half, source, source, row)
             )  # fmt: skip
@@ -234,7 +257,8 @@ def _compute(comm, call, operands, share, held, slots):
         first, end = _places_of(comm, call, which)
         first = tl.where(passing, first, 0)
         if not call.STAGED:
-            first = tl.maximum(first, gather.chunks)
+            _, blocks, _ = blocks_of(gather, call.tiling.K)
+            first = tl.maximum(first, blocks)
         total = _multiply(comm, call, operands, tile, Span(tl.where(begins, gather.m, 0), first, end))
         total += missing
         if call.PASSES == 1:

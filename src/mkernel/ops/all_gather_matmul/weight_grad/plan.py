@@ -17,8 +17,11 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.operands import describable, matmul_precision
 
 OP = "all_gather_matmul_weight_grad"
-MOST_PASSES = 6
-MOST_HELD = 8  # tiles per CTA; of 128 x 256 elements each, 132 CTAs hold 135 MiB
+MOST_PASSES = 12
+MOST_PARTIALS = 132 * 8 * 128 * 256  # elements of partials: 8 tiles for each of 132 CTAs, 132 MiB
+# In the kernel for Hopper every CTA pushes a chunk at a time, and the chunks of all CTAs arrive together. So they are
+# small: with 128 rows, a large call would have one chunk per CTA, and nothing would arrive before everything does.
+HOPPER_CHUNK = 16
 # Bytes/s at which a CTA stores and loads its partials: its share of an H200's memory bandwidth. Not measured.
 PARTIAL_RATE = 4.8e12 / 132
 
@@ -81,6 +84,7 @@ class Problem:
 
     ranks: int
     tiles: int
+    tile_elements: int
     tile_seconds: float  # to compute a tile
     partial_seconds: float  # to store its partial and load it again
     pushed: int  # bytes over NVLink
@@ -132,14 +136,19 @@ def _suits_hopper(group: Group, a: torch.Tensor, n: int, access: Access, config:
     """Can the kernel for Hopper run the call?"""
     columns = a.shape[1] if access.transposed else n
     return (
-        hopper.suits(group, a.shape[0], a.dtype, config, free={"ctas", "chunk_rows", "group_m", "passes", "held_tiles"})
+        _suits_sizes(group, a, config)
         and columns > 128
         and not access.rows.staged
         and access.dy_uses_tma
         and access.out_uses_tma
-        and a.shape[0] % chunk_rows(group, a, config) == 0
-        and chunk_rows(group, a, config) % hopper.TILE_K == 0
+        and a.shape[0] % max(chunk_rows(group, a, config), hopper.TILE_K) == 0
     )
+
+
+def _suits_sizes(group: Group, a: torch.Tensor, config: Config | None) -> bool:
+    """Whether such calls can run the kernel for Hopper, judging only by what is the same on every rank."""
+    free = {"ctas", "chunk_rows", "group_m", "passes", "held_tiles"}
+    return hopper.suits(group, a.shape[0], a.dtype, config, free=free)
 
 
 def _on_hopper(
@@ -155,7 +164,7 @@ def _on_hopper(
     problem = _problem(group, a, tiles, hopper.TILE_M, hopper.TILE_N)
     passes, held = _passes_on_hopper(problem, ctas, config)
     chunk = chunk_rows(group, a, config)
-    places = (group.size - 1) * (a.shape[0] // chunk)
+    places = (group.size - 1) * (a.shape[0] // max(chunk, hopper.TILE_K))
     settings = Settings(
         tile_m=hopper.TILE_M, tile_n=hopper.TILE_N, tile_k=hopper.TILE_K, group_m=pick("group_m", defaults.group_m),
         stages=hopper.STAGES, warps=hopper.WARPS, ctas=ctas, send_ctas=0, intra_ctas=0, join_tiles=0, chunk_rows=chunk,
@@ -171,7 +180,7 @@ def _passes_on_hopper(problem: Problem, ctas: int, config: Config | None) -> tup
     found = (
         (_seconds(problem, problem.arrived(ctas), math.ceil(problem.tiles / ctas), passes, held), passes, held)
         for passes in several
-        for held in ([given.held_tiles] if given.held_tiles is not None else range(1, MOST_HELD + 1))
+        for held in ([given.held_tiles] if given.held_tiles is not None else _held(problem, ctas))
     )
     return min(found)[1:]
 
@@ -222,6 +231,7 @@ def _problem(group: Group, a: torch.Tensor, tiles: int, tile_m: int, tile_n: int
     return Problem(
         ranks=group.size,
         tiles=tiles,
+        tile_elements=tile_m * tile_n,
         tile_seconds=2 * tile_m * tile_n * m * group.size / planning.CTA_RATE[a.dtype],
         partial_seconds=2 * 4 * tile_m * tile_n / PARTIAL_RATE,
         pushed=(gpus - 1) * nodes * m * k * element,
@@ -247,9 +257,15 @@ def _search(problem: Problem, ctas: int, senders: int, copies: bool, config: Con
         _estimate(problem, ctas, senders, copiers, passes, held)
         for copiers in _left_open(pick("intra_ctas", 0), range(1, useful + 1) if copies else range(1))
         for passes in _left_open(pick("passes", 0), range(1, MOST_PASSES + 1))
-        for held in (_left_open(pick("held_tiles", 0), range(1, MOST_HELD + 1)) if passes > 1 else [1])
+        for held in (_left_open(pick("held_tiles", 0), _held(problem, ctas)) if passes > 1 else [1])
     )
     return min(found, key=lambda schedule: schedule.seconds)
+
+
+def _held(problem: Problem, ctas: int) -> range:
+    """How many tiles a CTA may compute in passes: no more than it has, and than MOST_PARTIALS allows."""
+    most = min(MOST_PARTIALS // (ctas * problem.tile_elements), math.ceil(problem.tiles / max(ctas, 1)))
+    return range(1, max(most, 1) + 1)
 
 
 def _left_open(given: int, options: range) -> Sequence[int]:
@@ -286,16 +302,20 @@ def _seconds(problem: Problem, arrived: float, rounds: int, passes: int, held: i
 
 
 def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
-    """Rows per chunk, a multiple of the rows of a step. Depends only on what is the same on every rank, so that all
-    ranks use the same value."""
+    """Rows per chunk, a multiple or a divisor of the rows of a step. Depends only on what is the same on every rank, so
+    that all ranks use the same value."""
     given = config or Config()
     defaults = planning.default_tiles(group.target, a.dtype, 0, True)
     step = given.tile_k or defaults.tile_k
-    rows = given.chunk_rows or planning.rows_per_chunk(a.shape[0], defaults.tile_m)
-    if given.chunk_rows is not None and given.chunk_rows % step:
+    if given.chunk_rows is not None and given.chunk_rows % step and step % given.chunk_rows:
         raise ArgumentError(
-            f"config.chunk_rows is {given.chunk_rows}, but must be a multiple of tile_k, {step}: a step reads tile_k "
-            f"rows of one chunk"
+            f"config.chunk_rows is {given.chunk_rows}, but must be a multiple or a divisor of tile_k, {step}: a step "
+            f"reads tile_k rows, of one chunk or of several whole ones"
         )
+    if given.chunk_rows is None and _suits_sizes(group, a, config):
+        return HOPPER_CHUNK
+    if given.chunk_rows is not None and given.chunk_rows < step:
+        return given.chunk_rows
+    rows = given.chunk_rows or planning.rows_per_chunk(a.shape[0], defaults.tile_m)
     # no more than there are: the kernel goes through all steps of a chunk
     return max(math.ceil(min(rows, a.shape[0]) / step), 1) * step

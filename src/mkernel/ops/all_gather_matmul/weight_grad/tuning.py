@@ -17,7 +17,7 @@ def space(group: Group, plan: Any) -> Space:
         **TILES, group_m=(4, 8, 16), copy_bytes=COPY_BYTES,
     )  # fmt: skip
     hopper: Axes = dict(
-        ctas=ctas_near(group, plan, helpers=True), chunk_rows=(64, 128), group_m=(4, 8, 16),
-        passes=(1, 2, 3, 4, 6) if several else (), held_tiles=(1, 2, 3, 4, 6, 8) if several else (),
+        ctas=ctas_near(group, plan, helpers=True), chunk_rows=(8, 16, 32, 64), group_m=(4, 8, 16),
+        passes=(1, 2, 3, 4, 6, 8) if several else (), held_tiles=(1, 2, 4, 8, 12, 16) if several else (),
     )  # fmt: skip
     return Space(portable, hopper=hopper)
