@@ -42,6 +42,7 @@ from mkernel.ops.moe.routing import (
     COUNTERS_DONE,
     OK,
     PIECES_TAKEN,
+    PUBLISHERS_DONE,
     STATUS,
     TOKENS_AT_ONCE,
     experts_before,
@@ -165,13 +166,23 @@ def count_relaxed(state):
 
 
 @triton.jit
+def count_publisher_relaxed(state):
+    return tl.atomic_add(state + PUBLISHERS_DONE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def take_no_pieces(summary):
     tl.store(summary + PIECES_TAKEN, 0)
 
 
 @triton.jit
-def first_row_of_expert(comm, tables, expert, source, mask):
-    return _first_row(comm, tables, expert, 0 * source, mask)
+def first_row_of_expert(tables, segments, sections, chunk, mask):
+    return _first_row(tables, segments, sections // 2 * 2, chunk, mask)  # of two ranks
+
+
+@triton.jit
+def first_row_of_section(tables, segments, sections, chunk, mask):
+    return _first_row(tables, segments, sections, 0 * chunk, mask)
 
 
 @triton.jit
@@ -297,6 +308,7 @@ BROKEN = {
     "placed rows are not released": Broken(NODE, {moe_dispatch._count_placed: count_placed_relaxed}),
     "no barrier before placed rows are counted": Broken(NODE, {moe_dispatch._count_placed: count_placed_at_once}),
     "counts are not released": Broken(NODE, {routing._count_counter: count_relaxed}),
+    "parts of a routing table are not released": Broken(MANY, {routing._count_publisher: count_publisher_relaxed}),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no acquire": Broken(NODE, RELAXED_WAIT),
     "no fence for descriptors": Broken(NODE, NO_FENCE_FOR_DESCRIPTORS),
@@ -313,6 +325,9 @@ BROKEN = {
     ),
     # places
     "rows of a source begin where those of another do": Broken(NODE, {moe_dispatch._first_row: first_row_of_expert}),
+    "rows of a segment begin where those of the first do": Broken(
+        MANY, {moe_dispatch._first_row: first_row_of_section}
+    ),
     "a token that was not sent is counted": Broken(
         replace(NETWORK, calls=2, layer=SPARSE), {routing.number_crossings: number_all_tokens}
     ),

@@ -6,7 +6,7 @@ that the token names, of its weight times the expert's row.
 
 Who does what. One launch per rank. All CTAs do the same, each for its share of the chunks (reduction.py):
 
-1. CTA 0 announces the launch and publishes the weights as a routing table (routing.py).
+1. CTA 0 announces the launch. All CTAs publish the weights as a routing table (routing.py).
 2. Every rank sums its rows of tokens of other nodes.
 3. The counterpart of a token's rank sums the results of step 2 over its node, and sends the sums.
 4. Every rank sums its rows of tokens of this node, while those sums are in flight.
@@ -19,7 +19,8 @@ Why buffers are safe. They have two halves, selected by the parity of the epoch 
 only after the weights of all ranks have arrived (every CTA waits for them), and all sums that were sent to it.
 
 Why it cannot deadlock. Step 1 waits for entries into the previous epoch (and, before it announces to other nodes that
-the whole node has entered, for the entries of its node, which wait for nothing), step 2 for weights, step 3 for step 2
+the whole node has entered, for the entries of its node, which wait for nothing); the last CTA to publish signals, and
+none waits for it there. Step 2 waits for weights, step 3 for step 2
 on the ranks of the node, step 4 for weights, step 5 for steps 3 and 4. Every CTA finishes its share of a step before it
 starts the next one, and all CTAs are resident, which the launch checks.
 
@@ -125,7 +126,8 @@ def _run(comm, routing, combine, weights, batch):
     else:
         if cta == 0:
             announce(comm, batch.signals)
-            publish(comm, routing, batch, None, weights)
+        publish(comm, routing, batch, None, weights, cta, tl.num_programs(0))
+        if cta == 0:
             if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
                 announce_node(comm, batch.signals, COMPUTE)
         _combine(comm, routing, combine, batch)

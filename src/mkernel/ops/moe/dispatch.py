@@ -59,6 +59,7 @@ from mkernel.ops.moe.routing import (
     may_place,
     number_crossings,
     publish,
+    segments_of,
     table_of,
     wait_routing,
 )
@@ -291,9 +292,9 @@ def _copy_to_rows(dispatch, origin, destinations, numbers, far, token, end, K: t
 
 
 @triton.jit
-def _first_row(comm, tables, expert, source, mask):
-    """The first row of each expert that comes from `source`."""
-    return tl.load(tables.bases + expert * comm.WORLD_SIZE + source, mask=mask, other=0)
+def _first_row(tables, segments, sections, chunk, mask):
+    """The first row of each section, an (expert, source), that comes from the segment of a chunk."""
+    return tl.load(tables.first_rows + sections * segments.each + chunk // segments.chunks, mask=mask, other=0)
 
 
 @triton.jit
@@ -357,7 +358,7 @@ def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
     ok = may_place(tables)
     goes_here = named & ok
     row = tl.load(tables.positions + source_offset + t * K + slot, mask=goes_here, other=0)
-    row += _first_row(comm, tables, expert, source, goes_here)
+    row += _first_row(tables, segments_of(comm, batch), expert * comm.WORLD_SIZE + source, chunk, goes_here)
     row = tl.where(goes_here, row, -1)
     tl.store(tables.destinations + source_offset + t * K + slot, row, mask=inside)
     tl.store(tables.all_topk_ids + source_offset + t * K + slot, ids, mask=inside)
@@ -470,44 +471,53 @@ def _wait_tables(comm, batch):
 
 
 @triton.jit
-def dispatch_tokens(comm, routing, dispatch, batch):
-    """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
-    then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
-    schedule is complete. With a known routing, nobody counts, and neither signal is set."""
-    SENDERS: tl.constexpr = dispatch.roles.SENDERS
-    cta = tl.program_id(0)
+def _count_and_place(comm, routing, dispatch, batch, worker, workers):
+    """This worker's share of counting rows, and of placing them; the last worker of all makes the schedule before it
+    places any. A worker that counts last only lays out the rows, because the others wait for that."""
     rank = rank_of(comm.context)
     counted = signal_of(comm, rank, batch.signals.counted, 0, 0)
-    scheduled = signal_of(comm, rank, batch.signals.scheduled, 0, 0)
-    counting_ctas = tl.num_programs(0) - SENDERS
+    routed = True
+    if comm.WORLD_SIZE > 1:
+        routed = wait_routing(comm, batch.signals, COMPUTE)
+    if routed:
+        count_rows(comm, routing, batch, worker, workers)
+        if counted_last(comm.context, workers):
+            lay_out_rows(comm, routing, batch, workers, dispatch.TILE_M, dispatch.COUNTERS)
+            notify(counted, comm.epoch)
+    if (worker == workers - 1) | (worker < dispatch.roles.INTRAS):
+        if wait_counted(comm, counted):
+            if worker == workers - 1:
+                schedule_blocks(comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES)
+                notify(signal_of(comm, rank, batch.signals.scheduled, 0, 0), comm.epoch)
+            if worker < dispatch.roles.INTRAS:
+                _place_tokens(comm, routing, dispatch, batch, worker)
+
+
+@triton.jit
+def dispatch_tokens(comm, routing, dispatch, batch):
+    """The whole dispatch; all CTAs call it. Senders send. All other CTAs publish, stage and count, and the intra CTAs
+    among them then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set,
+    the schedule is complete. With a known routing, nobody counts, and neither signal is set."""
+    SENDERS: tl.constexpr = dispatch.roles.SENDERS
+    cta = tl.program_id(0)
     if cta == 0:
         announce(comm, batch.signals)
-        publish(comm, routing, batch, dispatch.ids, dispatch.weights)
-    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
-        if cta == SENDERS:
-            announce_node(comm, batch.signals, INTRA)
     if cta < SENDERS:
         _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
     else:
+        worker = cta - SENDERS
+        workers = tl.num_programs(0) - SENDERS
+        publish(comm, routing, batch, dispatch.ids, dispatch.weights, worker, workers)
+        if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+            if worker == 0:
+                announce_node(comm, batch.signals, INTRA)
         if comm.RANKS_PER_NODE > 1 or dispatch.PACKS:
-            _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counting_ctas)
-        if dispatch.KNOWN:
-            if cta < SENDERS + dispatch.roles.INTRAS:
-                if _wait_tables(comm, batch):
-                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
-        else:
-            if wait_routing(comm, batch.signals, COMPUTE):
-                count_rows(comm, routing, batch, cta - SENDERS, counting_ctas)
-                if counted_last(comm.context, counting_ctas):
-                    lay_out_rows(comm, routing, batch.experts, dispatch.TILE_M, dispatch.COUNTERS)
-                    notify(counted, comm.epoch)
-                    schedule_blocks(
-                        comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES
-                    )
-                    notify(scheduled, comm.epoch)
-            if cta < SENDERS + dispatch.roles.INTRAS:
-                if wait_counted(comm, counted):
-                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
+            _stage_tokens(comm, routing, dispatch, batch, worker, workers)
+        if not dispatch.KNOWN:
+            _count_and_place(comm, routing, dispatch, batch, worker, workers)
+        elif worker < dispatch.roles.INTRAS:
+            if _wait_tables(comm, batch):
+                _place_tokens(comm, routing, dispatch, batch, worker)
 
 
 @triton.jit
