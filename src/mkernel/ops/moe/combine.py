@@ -19,8 +19,7 @@ Why buffers are safe. They have two halves, selected by the parity of the epoch 
 only after the weights of all ranks have arrived (every CTA waits for them), and all sums that were sent to it.
 
 Why it cannot deadlock. Step 1 waits for entries into the previous epoch (and, before it announces to other nodes that
-the whole node has entered, for the entries of its node, which wait for nothing); the last CTA to publish signals, and
-none waits for it there. Step 2 waits for weights, step 3 for step 2
+the whole node has entered, for the entries of its node, which wait for nothing), step 2 for weights, step 3 for step 2
 on the ranks of the node, step 4 for weights, step 5 for steps 3 and 4. Every CTA finishes its share of a step before it
 starts the next one, and all CTAs are resident, which the launch checks.
 

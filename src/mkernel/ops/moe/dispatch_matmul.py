@@ -11,9 +11,9 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
 - `send` (only with several nodes): copies the tokens that another node needs to contiguous rows that the network can
   read, chunk by chunk, and posts one request per chunk and node. A token crosses to another node at most once, if that
   node has one of its experts, and arrives at the rank's counterpart, which takes no part in the transfer.
-- All other CTAs publish the rank's routing table (routing.py), and stage the rank's tokens for its node while the tables
-  are in flight. Then they count rows; the last one to finish computes row numbers. The CTA with the highest program id
-  then computes the schedule of blocks (schedule.py), while others place rows.
+- All other CTAs publish the rank's routing table (routing.py), and stage the rank's tokens for its node while the
+  tables are in flight. Then they count rows; the last one to finish computes row numbers. The CTA with the highest
+  program id then computes the schedule of blocks (schedule.py), while others place rows.
 - `intra`: fetches the tokens that name an expert of this rank, chunk by chunk, in the order in which they become
   available: the rank's own tokens, those of the node, and those of other nodes, which it reads from their counterparts
   in the node. It reads a token once, over NVLink unless it is on this rank, and stores it once for each of its rows.
@@ -36,9 +36,9 @@ explicit.)
 Why it cannot deadlock. The waits form a chain. Announcing the launch to the node waits for nothing; announcing to other
 nodes that the whole node has entered waits for those announcements. Publishing and staging wait only for entries into
 the previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers
-the tokens. `intra` and the CTA that makes the schedule wait for counting, and `intra` for what any rank stages or sends.
-`compute` waits for the schedule and for `intra`. The CTAs that publish and count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has
-a timeout.
+the tokens. `intra` and the CTA that makes the schedule wait for counting, and `intra` for what any rank stages or
+sends. `compute` waits for the schedule and for `intra`. The CTAs that publish and count wait for each other, so all
+CTAs of a launch must be resident, which the launch checks. Still, every wait has a timeout.
 
 If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
 capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks
