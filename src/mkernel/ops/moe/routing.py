@@ -65,6 +65,7 @@ FIRST_EXPERT = tl.constexpr(2)
 PIECES_TAKEN = tl.constexpr(3)  # counter that assigns pieces of the combine to CTAs as they become free
 TILES_TAKEN = tl.constexpr(4)  # counter that assigns tiles, likewise
 BEFORE_NODE = tl.constexpr(5)  # schedule entries before the final blocks with rows of the node only (NODE_LAST)
+CTAS_SETTLED = tl.constexpr(6)  # counts the CTAs that have settled their share of the rank's own chunks
 SUMMARY = tl.constexpr(16)  # here begin: tokens of each source, then the first expert of each rank
 
 # Words of an entry of the schedule: expert, first row, number of rows and number of the block; then the first entry of
@@ -78,6 +79,7 @@ PUBLISHERS_DONE = tl.constexpr(6)
 LEAST_TILE_M = 16  # of a configuration
 MOST_COUNTERS = 3  # of a block, see `Dispatch.COUNTERS`
 
+UNIT_ROWS = tl.constexpr(32)  # of the rank's own tokens, which are placed and counted together (placing.py)
 MOST_SEGMENTS = tl.constexpr(128)  # of all tables, unless there are more tables: about as many as a GPU has SMs
 
 BLOCK = tl.constexpr(1024)  # words that a CTA processes at a time
@@ -97,6 +99,7 @@ class Tables(NamedTuple):
     first_rows: Any  # [expert, source, segment]: number of the first of these rows
     rank_rows: Any  # [CTA that counts, rank]: how many rows go to that rank; behind the last rank, invalid ids
     bases: Any  # [expert, source]: number of the first of these rows; then the number of all rows
+    own_units: Any  # [expert]: number of the expert's first unit (see placing.py); then the number of all units
     first_blocks: Any  # [expert]: number of the expert's first block; then the number of all blocks
     expert_counts: Any  # [expert]: rows
     placed: Any  # [block, counter]: the first counter of a block counts its rows that are in place
@@ -145,6 +148,7 @@ def _table_lengths(world_size: int, max_tokens: int, k: int, experts: int, capac
         first_rows=segments,
         rank_rows=MAX_CTAS.value * ranks,
         bases=sections + 1,
+        own_units=experts + 1,
         first_blocks=experts + 1,
         expert_counts=experts,
         placed=blocks * MOST_COUNTERS,
@@ -273,7 +277,7 @@ def publish(comm, routing, batch, ids, weights, worker, workers):
         if ALONE:
             if worker == 0:
                 _write_header(comm, routing, batch)
-            tl.debug_barrier()
+            tl.debug_barrier()  # other threads of this CTA count what this thread has written
         elif _published_last(comm.context, workers):
             _write_header(comm, routing, batch)
             notify_routed(comm, batch.signals, rank)
@@ -523,10 +527,10 @@ def _take_none(summary):
 
 @triton.jit
 def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: tl.constexpr):
-    """Turn counts into row numbers and blocks of TILE_M rows: writes first_rows, bases, first_blocks, expert_counts and
-    summary of `Tables`. Each block has COUNTERS counters, which are set to zero. If the routing is invalid, there are
-    no rows: launches that have been enqueued before the host finds out read these tables, and would read beyond the
-    capacity. workers: CTAs that have counted."""
+    """Turn counts into row numbers and blocks of TILE_M rows: writes first_rows, bases, own_units, first_blocks,
+    expert_counts and summary of `Tables`. Each block has COUNTERS counters, which are set to zero. If the routing is
+    invalid, there are no rows: launches that have been enqueued before the host finds out read these tables, and
+    would read beyond the capacity. workers: CTAs that have counted."""
     tables = routing.tables
     experts = batch.experts
     each = segments_of(comm, batch).each
@@ -543,6 +547,8 @@ def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: 
     tl.store(tables.bases + experts * comm.WORLD_SIZE, total)
     tl.debug_barrier()
     blocks = tl.full((), 0, tl.int32)
+    own_units = tl.full((), 0, tl.int32)
+    own_bases = tables.bases + rank_of(comm.context)
     for start in range(0, experts, BLOCK):
         expert = start + tl.arange(0, BLOCK)
         inside = expert < experts
@@ -552,7 +558,13 @@ def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: 
         expert_blocks = (rows + TILE_M - 1) // TILE_M
         tl.store(tables.first_blocks + expert, blocks + tl.cumsum(expert_blocks, 0) - expert_blocks, mask=inside)
         blocks += tl.sum(expert_blocks)
+        own = tl.load(own_bases + expert * comm.WORLD_SIZE + 1, mask=inside, other=0)
+        own -= tl.load(own_bases + expert * comm.WORLD_SIZE, mask=inside, other=0)
+        units = (own + UNIT_ROWS - 1) // UNIT_ROWS
+        tl.store(tables.own_units + expert, own_units + tl.cumsum(units, 0) - units, mask=inside)
+        own_units += tl.sum(units)
     tl.store(tables.first_blocks + experts, blocks)
+    tl.store(tables.own_units + experts, own_units)
     for start in range(0, blocks * COUNTERS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(tables.placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)
@@ -561,6 +573,7 @@ def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: 
     tl.store(summary + STATUS, status)
     tl.store(summary + BLOCKS, blocks)
     tl.store(summary + FIRST_EXPERT, first)
+    tl.store(summary + CTAS_SETTLED, 0)
     _take_none(summary)
     i = tl.arange(0, routing.RANKS)
     tokens = _headers(comm, routing, TOKENS)
