@@ -426,9 +426,29 @@ def _count_segment(comm, routing, batch, first, source, segment):
 
 
 @triton.jit
+def _take_none(summary):
+    """Reset the counters that assign pieces and tiles."""
+    tl.store(summary + PIECES_TAKEN, 0)
+    tl.store(summary + TILES_TAKEN, 0)
+
+
+@triton.jit
+def _write_summary(comm, routing, first, bounds):
+    """Write what the summary says about the ranks, and set its counters to zero. first: my first expert; bounds: those
+    of all ranks."""
+    summary = routing.tables.summary
+    i = tl.arange(0, routing.RANKS)
+    tl.store(summary + FIRST_EXPERT, first)
+    tl.store(summary + CTAS_SETTLED, 0)
+    _take_none(summary)
+    tl.store(summary + SUMMARY + i, _headers(comm, routing, TOKENS))
+    tl.store(summary + SUMMARY + routing.RANKS + i, bounds)
+
+
+@triton.jit
 def count_rows(comm, routing, batch, worker, workers):
-    """This worker's share of the counting: writes positions, counts, rank_rows and recv_index of `Tables`. All routing
-    tables must have arrived; if the rank is alone, what this worker has published of them."""
+    """This worker's share of the counting: writes positions, counts, rank_rows, recv_index and most of the summary
+    of `Tables`. All routing tables must have arrived; if the rank is alone, what this worker has published of them."""
     tables = routing.tables
     rank = rank_of(comm.context)
     node = rank // comm.RANKS_PER_NODE
@@ -451,6 +471,8 @@ def count_rows(comm, routing, batch, worker, workers):
         begin, end = _count_segment(comm, routing, batch, first, source, item % each)
         rank_rows += _count_between(table_of(comm, routing, source), begin, end, bounds, ends, routing.RANKS)
     tl.store(tables.rank_rows + worker * routing.RANKS + i, rank_rows)
+    if worker == 0:
+        _write_summary(comm, routing, first, bounds)
 
 
 @triton.jit
@@ -498,6 +520,7 @@ def _find_status(comm, routing, workers):
     """Determine whether every rank has the capacity for its rows, and every id an expert. All ranks find the same
     status, and each records it. workers: CTAs that have counted."""
     i = tl.arange(0, routing.RANKS)
+    capacity = _headers(comm, routing, CAPACITY)
     rows = tl.zeros((routing.RANKS,), tl.int32)
     AT_ONCE: tl.constexpr = max(2048 // routing.RANKS, 1)
     for start in range(0, workers, AT_ONCE):
@@ -506,7 +529,6 @@ def _find_status(comm, routing, workers):
         rows += tl.sum(tl.load(counted, mask=worker < workers, other=0), axis=0)
     invalid_ids = tl.sum(tl.where(i == comm.WORLD_SIZE, rows, 0))
     rows = tl.where(i < comm.WORLD_SIZE, rows, 0)
-    capacity = _headers(comm, routing, CAPACITY)
     excess = tl.max(rows - capacity)
     status = tl.where(invalid_ids > 0, INVALID_ID, tl.where(excess > 0, OVER_CAPACITY, OK))
     if status == INVALID_ID:
@@ -519,18 +541,11 @@ def _find_status(comm, routing, workers):
 
 
 @triton.jit
-def _take_none(summary):
-    """Reset the counters that assign pieces and tiles."""
-    tl.store(summary + PIECES_TAKEN, 0)
-    tl.store(summary + TILES_TAKEN, 0)
-
-
-@triton.jit
 def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: tl.constexpr):
     """Turn counts into row numbers and blocks of TILE_M rows: writes first_rows, bases, own_units, first_blocks,
-    expert_counts and summary of `Tables`. Each block has COUNTERS counters, which are set to zero. If the routing is
-    invalid, there are no rows: launches that have been enqueued before the host finds out read these tables, and
-    would read beyond the capacity. workers: CTAs that have counted."""
+    expert_counts and the rest of the summary of `Tables`. Each block has COUNTERS counters, which are set to zero.
+    If the routing is invalid, there are no rows: launches that have been enqueued before the host finds out read
+    these tables, and would read beyond the capacity. workers: CTAs that have counted."""
     tables = routing.tables
     experts = batch.experts
     each = segments_of(comm, batch).each
@@ -554,12 +569,12 @@ def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: 
         inside = expert < experts
         rows = tl.load(tables.bases + (expert + 1) * comm.WORLD_SIZE, mask=inside, other=0)
         rows -= tl.load(tables.bases + expert * comm.WORLD_SIZE, mask=inside, other=0)
+        own = tl.load(own_bases + expert * comm.WORLD_SIZE + 1, mask=inside, other=0)
+        own -= tl.load(own_bases + expert * comm.WORLD_SIZE, mask=inside, other=0)
         tl.store(tables.expert_counts + expert, rows, mask=inside)
         expert_blocks = (rows + TILE_M - 1) // TILE_M
         tl.store(tables.first_blocks + expert, blocks + tl.cumsum(expert_blocks, 0) - expert_blocks, mask=inside)
         blocks += tl.sum(expert_blocks)
-        own = tl.load(own_bases + expert * comm.WORLD_SIZE + 1, mask=inside, other=0)
-        own -= tl.load(own_bases + expert * comm.WORLD_SIZE, mask=inside, other=0)
         units = (own + UNIT_ROWS - 1) // UNIT_ROWS
         tl.store(tables.own_units + expert, own_units + tl.cumsum(units, 0) - units, mask=inside)
         own_units += tl.sum(units)
@@ -568,16 +583,5 @@ def lay_out_rows(comm, routing, batch, workers, TILE_M: tl.constexpr, COUNTERS: 
     for start in range(0, blocks * COUNTERS, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(tables.placed + i, tl.zeros((BLOCK,), tl.int32), mask=i < blocks * COUNTERS)
-    first = experts_before(comm, routing, rank_of(comm.context))
-    summary = tables.summary
-    tl.store(summary + STATUS, status)
-    tl.store(summary + BLOCKS, blocks)
-    tl.store(summary + FIRST_EXPERT, first)
-    tl.store(summary + CTAS_SETTLED, 0)
-    _take_none(summary)
-    i = tl.arange(0, routing.RANKS)
-    tokens = _headers(comm, routing, TOKENS)
-    owned = _headers(comm, routing, EXPERTS)
-    tl.store(summary + SUMMARY + i, tokens)
-    tl.store(summary + SUMMARY + routing.RANKS + i, tl.cumsum(owned, 0) - owned)
-    tl.debug_barrier()
+    tl.store(tables.summary + STATUS, status)
+    tl.store(tables.summary + BLOCKS, blocks)
