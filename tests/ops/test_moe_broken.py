@@ -43,7 +43,6 @@ from mkernel.ops.moe.routing import (
     PIECES_TAKEN,
     PUBLISHERS_DONE,
     STATUS,
-    TOKENS_AT_ONCE,
     experts_before,
     ids_of,
     named_in,
@@ -216,9 +215,9 @@ def first_row_of_section(tables, segments, sections, chunk, mask):
 def number_all_tokens(comm, routing, table, tokens, node, numbers):
     low = experts_before(comm, routing, node * comm.RANKS_PER_NODE)
     high = experts_before(comm, routing, (node + 1) * comm.RANKS_PER_NODE)
-    for start in range(0, tokens, TOKENS_AT_ONCE):
-        crosses = named_in(ids_of(routing, table, start, tokens, TOKENS_AT_ONCE), low, high)
-        t = start + tl.arange(0, TOKENS_AT_ONCE)
+    for start in range(0, tokens, 16):
+        crosses = named_in(ids_of(routing, table, start, tokens, 16), low, high)
+        t = start + tl.arange(0, 16)
         tl.store(numbers + t, tl.where(crosses == 1, t, -1), mask=t < tokens)
 
 

@@ -288,7 +288,8 @@ def dispatch_tokens(comm, routing, dispatch, batch):
     if cta == 0:
         announce(comm, batch.signals)
     if cta < SENDERS:
-        _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
+        if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+            _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
     else:
         worker = cta - SENDERS
         workers = tl.num_programs(0) - SENDERS

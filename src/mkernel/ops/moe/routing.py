@@ -86,7 +86,6 @@ BLOCK = tl.constexpr(1024)  # words that a CTA processes at a time
 LONG_BLOCK = tl.constexpr(4096)  # the same for counts of segments
 IDS_AT_ONCE = tl.constexpr(512)  # the same for ids that are counted, for this many experts at a time
 EXPERTS_AT_ONCE = tl.constexpr(16)
-TOKENS_AT_ONCE = tl.constexpr(256)
 
 
 class Tables(NamedTuple):
@@ -395,9 +394,10 @@ def number_crossings(comm, routing, table, tokens, node, numbers):
     low = experts_before(comm, routing, node * comm.RANKS_PER_NODE)
     high = experts_before(comm, routing, (node + 1) * comm.RANKS_PER_NODE)
     before = tl.full((), 0, tl.int32)
-    for start in range(0, tokens, TOKENS_AT_ONCE):
-        crosses = named_in(ids_of(routing, table, start, tokens, TOKENS_AT_ONCE), low, high)
-        t = start + tl.arange(0, TOKENS_AT_ONCE)
+    AT_ONCE: tl.constexpr = max(2 * LONG_BLOCK // routing.SLOTS, 16)
+    for start in range(0, tokens, AT_ONCE):
+        crosses = named_in(ids_of(routing, table, start, tokens, AT_ONCE), low, high)
+        t = start + tl.arange(0, AT_ONCE)
         number = before + tl.cumsum(crosses, 0) - crosses
         tl.store(numbers + t, tl.where(crosses == 1, number, -1), mask=t < tokens)
         before += tl.sum(crosses)
