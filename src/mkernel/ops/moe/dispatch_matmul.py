@@ -18,7 +18,8 @@ Who does what. One persistent launch per rank; a CTA takes its role from its pro
   available: the rank's own tokens, those of the node, and those of other nodes, which it reads from their counterparts
   in the node. It reads a token once, over NVLink unless it is on this rank, and stores it once for each of its rows.
   All intra CTAs place the rank's own tokens. Then as many as it takes to keep up with the links continue with the
-  tokens of other ranks, and the rest start to compute.
+  tokens of other ranks, and the rest start to compute. On a rank that is alone, half of all CTAs place rows, in the
+  order of the tiles, while the others compute (placing.py).
 - `compute`: takes tiles, roughly in the order in which blocks of rows become complete. A counter assigns tiles to CTAs
   as they become free. So `send` and `intra` CTAs join the compute whenever their transfers are done.
 
@@ -37,8 +38,9 @@ Why it cannot deadlock. The waits form a chain. Announcing the launch to the nod
 nodes that the whole node has entered waits for those announcements. Publishing and staging wait only for entries into
 the previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers
 the tokens. `intra` and the CTA that makes the schedule wait for counting, and `intra` for what any rank stages or
-sends. `compute` waits for the schedule and for `intra`. The CTAs that publish and count wait for each other, so all
-CTAs of a launch must be resident, which the launch checks. Still, every wait has a timeout.
+sends. On a rank that is alone, `intra` places rows after all of them have settled their chunks, which waits only for
+counting. `compute` waits for the schedule and for `intra`. The CTAs that publish, count and settle wait for each other,
+so all CTAs of a launch must be resident, which the launch checks. Still, every wait has a timeout.
 
 If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
 capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks
