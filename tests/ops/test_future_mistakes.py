@@ -6,6 +6,8 @@ that is off by one, a fence on the wrong side of a barrier, an order that is too
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -31,7 +33,7 @@ from mkernel.ops.moe import ffn, reduction, routing
 from mkernel.ops.moe.ffn import GATED
 from mkernel.ops.moe.kinds import COMPUTED
 from mkernel.ops.moe.protocol import notify_routed
-from mkernel.ops.moe.routing import COUNTERS_DONE, _write_table
+from mkernel.ops.moe.routing import COUNTERS_DONE, PUBLISHERS_DONE, _write_header, _write_part
 from mkernel.ops.reduce import protocol as reduce
 from mkernel.ops.reduce.all_reduce import multicast
 from mkernel.ops.reduce.all_reduce.multimem import fence_aliases
@@ -41,6 +43,7 @@ from mkernel.ops.reduce.protocol import peer_behind, push_partial, signal_at
 FOUR_RANKS = Layer((3, 2, 2, 3), (1, 1, 1, 1), hidden=16, out=16, dtype=torch.float32)
 ONE_RANK = Layer((20,), (2,), hidden=40, out=40, dtype=torch.float32)
 DISPATCH = Routes((1, 2), "moe_dispatch_matmul")
+MANY_IDS = replace(DISPATCH, layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
 LAYER = Routes((1, 1), "moe_ffn", layer=ONE_RANK)
 ROUNDS = Attends((1, 3), Case(16, heads=8, kv_heads=4), steps=1)
 
@@ -77,9 +80,15 @@ def push_and_notify_another(comm, exchange, total, distance, first, j):
 
 
 @triton.jit
-def notify_before_table(comm, routing, batch, table, ids, weights):
+def notify_before_part(comm, routing, batch, ids, weights, begin, end):
     notify_routed(comm, batch.signals, rank_of(comm.context))
-    return _write_table(comm, routing, batch, table, ids, weights)
+    _write_part(comm, routing, batch, ids, weights, begin, end)
+
+
+@triton.jit
+def notify_before_header(comm, routing, batch):
+    notify_routed(comm, batch.signals, rank_of(comm.context))
+    _write_header(comm, routing, batch)
 
 
 @triton.jit
@@ -104,6 +113,11 @@ def is_last_task_acquired(comm, rounds, done):
 @triton.jit
 def count_released(state):
     return tl.atomic_add(state + COUNTERS_DONE, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def count_publisher_released(state):
+    return tl.atomic_add(state + PUBLISHERS_DONE, 1, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -163,7 +177,10 @@ MISTAKES = {
         Sums((1, 3), SCATTER, rows=30), {reduce.push_partial: push_and_notify_another}
     ),
     "dispatch: a routing table is signalled before it is written": Broken(
-        DISPATCH, {routing._write_table: notify_before_table}
+        DISPATCH, {routing._write_part: notify_before_part}
+    ),
+    "dispatch: a routing table is signalled before its header": Broken(
+        DISPATCH, {routing._write_header: notify_before_header}
     ),
     # memory that is used again too early
     "reduce-scatter: two halves of signals, one of parts": Broken(Sums((1, 2), SCATTER, calls=2), ONE_HALF_OF_SLOTS),
@@ -175,6 +192,9 @@ MISTAKES = {
     "attention: a tile that is done is not released": Broken(ROUNDS, {attention.is_last_task: is_last_task_acquired}),
     "dispatch: the last CTA to count does not acquire what others counted": Broken(
         DISPATCH, {routing._count_counter: count_released}
+    ),
+    "dispatch: the last CTA to publish does not acquire what others wrote": Broken(
+        MANY_IDS, {routing._count_publisher: count_publisher_released}
     ),
     "layer: counters of finished tiles are not acquired": Broken(LAYER, {signals.poll_each: poll_each_relaxed}),
     "layer: no barrier behind the wait for several counters": Broken(LAYER, {signals.share_acquired: keep_acquired}),

@@ -29,24 +29,24 @@ from mkernel.lang.device import complete_descriptor_stores
 from mkernel.lang.matrix import Tile
 from mkernel.lang.requests import post
 from mkernel.lang.roles import SEND
-from mkernel.ops.moe import dispatch as moe_dispatch
 from mkernel.ops.moe import ffn as moe_ffn
-from mkernel.ops.moe import grouped, pieces, protocol, reduction, routing, schedule
-from mkernel.ops.moe.dispatch import _first_row
+from mkernel.ops.moe import grouped, pieces, placing, protocol, reduction, routing, schedule
 from mkernel.ops.moe.ffn import _wait_gated
 from mkernel.ops.moe.grouped import store_rows, store_rows_through_pointers, wait_placed
 from mkernel.ops.moe.pieces import _wait_tiles
+from mkernel.ops.moe.placing import _first_row, _wait_own_settled
 from mkernel.ops.moe.protocol import notify_held, wait_held, wait_numbered
 from mkernel.ops.moe.reduction import _factor, _post_back, _wait_back, _wait_partials
 from mkernel.ops.moe.routing import (
     COUNTERS_DONE,
     OK,
     PIECES_TAKEN,
+    PUBLISHERS_DONE,
     STATUS,
-    TOKENS_AT_ONCE,
     experts_before,
     ids_of,
     named_in,
+    publish,
     wait_routing,
 )
 from mkernel.sim.dtypes import KernelError
@@ -55,6 +55,7 @@ NODE = Routes((1, 2), "moe_dispatch_matmul")
 NETWORK = Routes((2, 1), "moe_dispatch_matmul")
 # experts with more than one block of rows
 MANY = Routes((1, 2), "moe_dispatch_matmul", layer=Layer((80, 3), (2, 3), hidden=16, out=16, dtype=torch.float32))
+ONE_MANY = Routes((1, 1), "moe_dispatch_matmul", layer=Layer((80,), (3,), hidden=16, out=16, dtype=torch.float32))
 SPARSE = replace(LITTLE, tokens=(9, 5), experts=(2, 3))  # tokens that stay in their node
 BACK = Routes((1, 2), "moe_combine")
 BACK_FAR = Routes((2, 1), "moe_combine")
@@ -160,8 +161,39 @@ def count_placed_at_once(counters, mask):
 
 
 @triton.jit
+def count_settled_relaxed(counter):
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def count_settled_at_once(counter):
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_for_no_settled(context, counter, ctas, rank):
+    return _wait_own_settled(context, counter, 0, rank)
+
+
+@triton.jit
+def wait_for_settled_but_one(context, counter, ctas, rank):
+    return _wait_own_settled(context, counter, ctas - 1, rank)
+
+
+@triton.jit
 def count_relaxed(state):
     return tl.atomic_add(state + COUNTERS_DONE, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def publish_share_of_another(comm, routing, batch, ids, weights, worker, workers):
+    publish(comm, routing, batch, ids, weights, (worker + 1) % workers, workers)
+
+
+@triton.jit
+def count_publisher_relaxed(state):
+    return tl.atomic_add(state + PUBLISHERS_DONE, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -170,17 +202,22 @@ def take_no_pieces(summary):
 
 
 @triton.jit
-def first_row_of_expert(comm, tables, expert, source, mask):
-    return _first_row(comm, tables, expert, 0 * source, mask)
+def first_row_of_expert(tables, segments, sections, chunk, mask):
+    return _first_row(tables, segments, sections // 2 * 2, chunk, mask)  # of two ranks
+
+
+@triton.jit
+def first_row_of_section(tables, segments, sections, chunk, mask):
+    return _first_row(tables, segments, sections, 0 * chunk, mask)
 
 
 @triton.jit
 def number_all_tokens(comm, routing, table, tokens, node, numbers):
     low = experts_before(comm, routing, node * comm.RANKS_PER_NODE)
     high = experts_before(comm, routing, (node + 1) * comm.RANKS_PER_NODE)
-    for start in range(0, tokens, TOKENS_AT_ONCE):
-        crosses = named_in(ids_of(routing, table, start, tokens, TOKENS_AT_ONCE), low, high)
-        t = start + tl.arange(0, TOKENS_AT_ONCE)
+    for start in range(0, tokens, 16):
+        crosses = named_in(ids_of(routing, table, start, tokens, 16), low, high)
+        t = start + tl.arange(0, 16)
         tl.store(numbers + t, tl.where(crosses == 1, t, -1), mask=t < tokens)
 
 
@@ -294,9 +331,23 @@ BROKEN = {
     "tokens are placed before they are counted": Broken(NODE, {protocol.wait_counted: do_not_wait_until_counted}),
     "tiles are taken before they are ordered": Broken(NODE, {schedule.wait_scheduled: do_not_wait_until_scheduled}),
     # rule 2: data first, then signal
-    "placed rows are not released": Broken(NODE, {moe_dispatch._count_placed: count_placed_relaxed}),
-    "no barrier before placed rows are counted": Broken(NODE, {moe_dispatch._count_placed: count_placed_at_once}),
+    "placed rows are not released": Broken(NODE, {placing._count_placed: count_placed_relaxed}),
+    "no barrier before placed rows are counted": Broken(NODE, {placing._count_placed: count_placed_at_once}),
+    "places of own rows are not released": Broken(ONE_MANY, {placing._count_settled: count_settled_relaxed}),
+    "no barrier before places of own rows are counted": Broken(
+        ONE_MANY, {placing._count_settled: count_settled_at_once}
+    ),
+    "own rows are placed before their places are known": Broken(
+        ONE_MANY, {placing._wait_own_settled: wait_for_no_settled}
+    ),
+    "own rows are placed before all their places are known": Broken(
+        ONE_MANY, {placing._wait_own_settled: wait_for_settled_but_one}
+    ),
     "counts are not released": Broken(NODE, {routing._count_counter: count_relaxed}),
+    "a rank that is alone counts what another CTA publishes": Broken(
+        ONE_MANY, {routing.publish: publish_share_of_another}
+    ),
+    "parts of a routing table are not released": Broken(MANY, {routing._count_publisher: count_publisher_relaxed}),
     "no release": Broken(NODE, RELAXED_NOTIFY),
     "no acquire": Broken(NODE, RELAXED_WAIT),
     "no fence for descriptors": Broken(NODE, NO_FENCE_FOR_DESCRIPTORS),
@@ -312,7 +363,10 @@ BROKEN = {
         ONE_HALF_OF_SIGNALS,
     ),
     # places
-    "rows of a source begin where those of another do": Broken(NODE, {moe_dispatch._first_row: first_row_of_expert}),
+    "rows of a source begin where those of another do": Broken(NODE, {placing._first_row: first_row_of_expert}),
+    "rows of a segment begin where those of the first do": Broken(
+        MANY, {placing._first_row: first_row_of_section}
+    ),
     "a token that was not sent is counted": Broken(
         replace(NETWORK, calls=2, layer=SPARSE), {routing.number_crossings: number_all_tokens}
     ),

@@ -325,3 +325,29 @@ def test_any_layer(case):
     cluster, layer, seed = case
     with time_limit():
         run(lambda group: combine(group, layer), cluster=cluster, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tokens", "experts", "chunk_rows"),
+    [
+        ((1, 1), (300,), (20,), None),  # many segments, and more experts than are counted at once
+        ((1, 1), (300,), (3,), 256),  # a segment with more ids than are counted at once
+        ((1, 2), (300, 9), (0, 17), 128),
+        ((2, 1), (9, 300), (18, 1), None),
+        ((1, 1), (1100,), (2,), None),  # more chunks than segments
+    ],
+)
+def test_how_ids_are_counted(cluster, tokens, experts, chunk_rows):
+    layer = Layer(tokens, experts, k=4, hidden=8, out=8, dtype=torch.float32)
+    config = mk.Config(chunk_rows=chunk_rows)
+    for turn in range(3):
+        run(lambda group, turn=turn: dispatch(group, layer, turn, config=config), cluster=cluster, seed=turn)
+
+
+@pytest.mark.parametrize("config", [
+    SMALL, mk.Config(intra_ctas=3, send_ctas=2), mk.Config(intra_ctas=6), mk.Config(ctas=2, intra_ctas=1),
+], ids=["small tiles", "helpers", "all but one settle", "two CTAs"])  # fmt: skip
+def test_a_rank_that_is_alone(config):
+    """It places its rows in the order of the tiles."""
+    layer = Layer((90,), (5,), k=4, hidden=24, dtype=torch.float32)
+    run(lambda group: combine(group, layer, config=config), cluster=(1, 1), ctas=7)

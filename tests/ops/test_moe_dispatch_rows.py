@@ -13,8 +13,8 @@ from support.operator_calls import DTYPES, Guards, assert_same, cluster_name, la
 from support.scenarios import Routes
 
 import mkernel as mk
-from mkernel.ops.moe import dispatch as moe_dispatch
-from mkernel.ops.moe.dispatch import _wait_origin
+from mkernel.ops.moe import placing
+from mkernel.ops.moe.placing import _wait_origin
 
 CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2), pytest.param((3, 2), marks=pytest.mark.thorough)]
 
@@ -152,8 +152,8 @@ def fetch_at_once(comm, dispatch, batch, rank, holder, source, chunk, wanted):
 
 NODE, NETWORK = (Routes(cluster, "moe_dispatch", calls=2) for cluster in ((1, 2), (2, 1)))
 BROKEN = {
-    "tokens are fetched before they are there": Broken(NODE, {moe_dispatch._wait_origin: fetch_at_once}),
-    "tokens are fetched before the network brought them": Broken(NETWORK, {moe_dispatch._wait_origin: fetch_at_once}),
+    "tokens are fetched before they are there": Broken(NODE, {placing._wait_origin: fetch_at_once}),
+    "tokens are fetched before the network brought them": Broken(NETWORK, {placing._wait_origin: fetch_at_once}),
 }
 
 

@@ -16,11 +16,11 @@ from support.moe_reference import Layer, dispatch
 from support.operator_calls import run
 
 import mkernel as mk
-from mkernel.ops.moe import backward, gradient_rows, redispatch, weight_grad
+from mkernel.ops.moe import backward, gradient_rows, placing, redispatch, weight_grad
 from mkernel.ops.moe import dispatch as moe_dispatch
 from mkernel.ops.moe import ffn as moe_ffn
-from mkernel.ops.moe.dispatch import _count_placed, _wait_origin
 from mkernel.ops.moe.ffn import _keep
+from mkernel.ops.moe.placing import _count_placed, _wait_origin
 
 LAYER = Layer((9, 5), (2, 3), hidden=16, out=16, dtype=torch.float32)
 
@@ -73,8 +73,8 @@ same_counters = functools.cache(redispatch.new_counters)
 
 NODE, NETWORK = Trains((1, 2), layer=LAYER), Trains((2, 1), layer=LAYER)
 BROKEN = {
-    "tokens are fetched before they are there": Broken(NODE, {moe_dispatch._wait_origin: fetch_at_once}),
-    "tokens are fetched before the network brought them": Broken(NETWORK, {moe_dispatch._wait_origin: fetch_at_once}),
+    "tokens are fetched before they are there": Broken(NODE, {placing._wait_origin: fetch_at_once}),
+    "tokens are fetched before the network brought them": Broken(NETWORK, {placing._wait_origin: fetch_at_once}),
     "weights are read before they are here": Broken(NODE, {moe_dispatch._wait_tables: do_not_wait_for_tables}),
     "weights are read before the network brought them": Broken(
         NETWORK, {moe_dispatch._wait_tables: do_not_wait_for_tables}

@@ -34,7 +34,7 @@ TABLE = tl.constexpr(16)  # from here: the addresses of the segment on every ran
 
 # Words of the state, private to a rank and to one workspace.
 CLOCK = tl.constexpr(2)  # the newest time that a waiting CTA has seen
-# 3: COUNTERS_DONE of ops/moe/routing.py, 4: LINK_FREE of lang/copy.py
+# 3 and 6: COUNTERS_DONE and PUBLISHERS_DONE of ops/moe/routing.py, 4: LINK_FREE of lang/copy.py
 GRID_SYNC = tl.constexpr(5)  # CTAs that have come to bounded grid syncs (lang/grid.py), and the epoch
 EPOCH = tl.constexpr(8)  # from here, a word for every CTA: the last epoch that it completed
 MAX_CTAS = tl.constexpr(512)  # of a launch; no GPU has that many SMs

@@ -6,7 +6,7 @@ that the token names, of its weight times the expert's row.
 
 Who does what. One launch per rank. All CTAs do the same, each for its share of the chunks (reduction.py):
 
-1. CTA 0 announces the launch and publishes the weights as a routing table (routing.py).
+1. CTA 0 announces the launch. All CTAs publish the weights as a routing table (routing.py).
 2. Every rank sums its rows of tokens of other nodes.
 3. The counterpart of a token's rank sums the results of step 2 over its node, and sends the sums.
 4. Every rank sums its rows of tokens of this node, while those sums are in flight.
@@ -125,7 +125,8 @@ def _run(comm, routing, combine, weights, batch):
     else:
         if cta == 0:
             announce(comm, batch.signals)
-            publish(comm, routing, batch, None, weights)
+        publish(comm, routing, batch, None, weights, cta, tl.num_programs(0))
+        if cta == 0:
             if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
                 announce_node(comm, batch.signals, COMPUTE)
         _combine(comm, routing, combine, batch)

@@ -1,8 +1,8 @@
 """Dispatch: tokens move to the ranks of their experts, to where the grouped GEMM reads them.
 
 `_stage_tokens` copies a rank's tokens to a buffer in its own memory, from which the ranks of its node fetch them.
-`_send_tokens` sends each other node the tokens that it needs, to the rank's counterpart there. `_place_tokens` fetches
-each token that names an expert of this rank once, and stores it once for every row that it makes, at the row numbers of
+`_send_tokens` sends each other node the tokens that it needs, to the rank's counterpart there. `place_tokens`
+(placing.py) brings each token that names an expert of this rank to the rows that it makes, at the row numbers of
 routing.py. The signal of a chunk is in the same memory as its tokens, and the ranks of the node poll it over NVLink.
 
 A dispatch with a known routing (`Dispatch.KNOWN`) moves other rows to where an earlier dispatch moved its tokens. It
@@ -10,7 +10,7 @@ reads the tables that the earlier launch has written, so it publishes no ids, an
 
 Tokens in fp8 are packed when they are staged (packing.py): a packed token is one row of 32-bit words, whose meaning
 this module does not use. All CTAs read packed tokens from the staging buffer. `_send_tokens` first waits for the
-`held` signal of a chunk. `_place_tokens` need not wait for the rank's own tokens: a CTA stages before it counts, so all
+`held` signal of a chunk. `place_tokens` need not wait for the rank's own tokens: a CTA stages before it counts, so all
 of them are packed once `counted` is set.
 """
 
@@ -23,38 +23,31 @@ import triton
 import triton.language as tl
 
 from mkernel.lang.context import SEGMENT, rank_of, segment_of
-from mkernel.lang.copy import reserve_link, wait_link
 from mkernel.lang.layout import row_of, word_of
 from mkernel.lang.matrix import Block
-from mkernel.lang.order import arrival_order
 from mkernel.lang.requests import Transfer
 from mkernel.lang.roles import COMPUTE, INTRA, SEND
 from mkernel.lang.signals import notify
-from mkernel.lang.trace import GATHER, PUSH_CHUNK, SEND_CHUNK, trace, trace_time
+from mkernel.lang.trace import PUSH_CHUNK, SEND_CHUNK, trace, trace_time
 from mkernel.ops.moe import protocol
 from mkernel.ops.moe.packing import Packed, pack_tokens
+from mkernel.ops.moe.placing import place_tokens
 from mkernel.ops.moe.protocol import (
     TOKENS,
     announce,
     announce_node,
-    holder_of,
     notify_held,
     post_held,
     signal_of,
     wait_counted,
-    wait_held,
     wait_node_entered,
     wait_numbered,
     wait_other_nodes_entered,
     wait_staged,
 )
-from mkernel.ops.moe.reduction import weights_of
 from mkernel.ops.moe.routing import (
-    FIRST_EXPERT,
-    block_of,
     count_rows,
     counted_last,
-    ids_of,
     lay_out_rows,
     may_place,
     number_crossings,
@@ -72,11 +65,12 @@ if TYPE_CHECKING:
 
 class Roles(NamedTuple):
     """CTAs of each role, all constants. The first SENDERS CTAs send to other nodes. The next INTRAS CTAs place tokens
-    of their own rank. Of these, the first FAR_INTRAS also place tokens of other nodes, and the next NEAR_INTRAS
-    (wrapping around) tokens of the node."""
+    of their own rank; if OWN_INTRAS is not 0, only so many of them do, row by row (placing.py). The first FAR_INTRAS of
+    them also place tokens of other nodes, and the next NEAR_INTRAS (wrapping around) tokens of the node."""
 
     SENDERS: Any
     INTRAS: Any
+    OWN_INTRAS: Any
     NEAR_INTRAS: Any
     FAR_INTRAS: Any
 
@@ -123,7 +117,11 @@ def dispatch_of(
         staged=memory.buffer_in(workspace, "staged"),
         send=memory.buffer_in(workspace, "send"),
         recv=memory.buffer_in(workspace, "recv"),
-        roles=Roles(*constants(c.send_ctas, c.intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas)),
+        roles=Roles(
+            *constants(
+                c.send_ctas, c.intra_ctas, copying.own_intra_ctas, copying.near_intra_ctas, copying.far_intra_ctas
+            )
+        ),
         **protocol.copies_of(group, c.copy_bytes, rows.dtype),
         row_weights=row_weights,
         packing=None if packed is None else packed.packing(),
@@ -251,218 +249,6 @@ def _send_tokens(comm, routing, dispatch, batch, first, step):
 
 
 @triton.jit
-def _origin_rows(destinations, numbers, far, first, end, K: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of a buffer that hold some tokens; -1 for tokens that have no row on this rank. destinations[token,
-    slot]: its rows on this rank, or -1; numbers[token]: its row in the buffer, if the tokens are `far`. Each thread
-    loads what it needs to know about a token itself: exchanging it between threads takes as long as the copy."""
-    i = first + tl.arange(0, ROWS)
-    wanted = i < 0
-    for slot in tl.static_range(K):
-        wanted |= tl.load(destinations + i * K + slot, mask=i < end, other=-1) >= 0
-    number = tl.load(numbers + i, mask=wanted & far, other=-1)
-    return tl.where(wanted & ~far, i, number)
-
-
-@triton.jit
-def _copy_to_rows(dispatch, origin, destinations, numbers, far, token, end, K: tl.constexpr):
-    """Copy tokens token..end-1 from `origin` to their rows; destinations, numbers, far: see `_origin_rows`."""
-    ROWS: tl.constexpr = dispatch.ROWS
-    COLUMNS: tl.constexpr = dispatch.COLUMNS
-    origin_rows = _origin_rows(destinations, numbers, far, token, end, K, ROWS)
-    for start in range(token, end, ROWS):
-        i = start + tl.arange(0, ROWS)
-        next_origin_rows = origin_rows
-        for column in range(0, dispatch.hidden, COLUMNS):
-            j = column + tl.arange(0, COLUMNS)[None, :]
-            pointers = origin.data + origin_rows.to(tl.int64)[:, None] * origin.row_stride
-            values = tl.load(
-                pointers + j.to(tl.int64) * origin.column_stride,
-                mask=(origin_rows >= 0)[:, None] & (j < dispatch.hidden),
-            )
-            # load what is needed next in the meantime: while a GEMM runs, memory latency is about a microsecond
-            rows = ()
-            for slot in tl.static_range(K):
-                rows = rows + (tl.load(destinations + i * K + slot, mask=i < end, other=-1),)  # type: ignore[assignment]
-            next_origin_rows = _origin_rows(destinations, numbers, far, start + ROWS, end, K, ROWS)
-            for slot in tl.static_range(K):
-                target = dispatch.rows.data + rows[slot].to(tl.int64)[:, None] * dispatch.rows.row_stride + j
-                tl.store(target, values, mask=(rows[slot] >= 0)[:, None] & (j < dispatch.hidden))
-        origin_rows = next_origin_rows
-
-
-@triton.jit
-def _first_row(comm, tables, expert, source, mask):
-    """The first row of each expert that comes from `source`."""
-    return tl.load(tables.bases + expert * comm.WORLD_SIZE + source, mask=mask, other=0)
-
-
-@triton.jit
-def _count_placed(counters, mask):
-    """Count rows that are in place, each in the counter of its block."""
-    tl.debug_barrier()
-    tl.atomic_add(counters, 1, mask=mask, sem="release", scope="gpu")
-
-
-@triton.jit
-def _wait_origin(comm, dispatch, batch, rank, holder, source, chunk, wanted):
-    """Wait until `holder` holds the tokens of a chunk of `source` for my node, if any of them are wanted. Returns from
-    where to read tokens of this source (pointer, row stride, column stride, whether they are of another node), and
-    whether those of the chunk have arrived. Only tokens that are not packed are read from the caller's tensor. rank:
-    mine."""
-    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
-    arrived = tl.full((), True, tl.int1)
-    if dispatch.PACKS:
-        origin = segment_of(comm.context, rank, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
-        row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
-        column_stride = tl.cast(1, tl.int64)
-    else:
-        origin = dispatch.x.data
-        row_stride = tl.cast(dispatch.x.row_stride, tl.int64)
-        column_stride = tl.cast(dispatch.x.column_stride, tl.int64)
-    far = source // comm.RANKS_PER_NODE != rank // comm.RANKS_PER_NODE
-    if source != rank:
-        origin = segment_of(comm.context, holder, DTYPE) + row_of(dispatch.staged, comm.epoch, 0)
-        if far:
-            nodes: tl.constexpr = comm.WORLD_SIZE // comm.RANKS_PER_NODE
-            away = (rank // comm.RANKS_PER_NODE - source // comm.RANKS_PER_NODE + nodes) % nodes
-            recv_offset = row_of(dispatch.recv, comm.epoch, (nodes - 1 - away) * batch.max_tokens)
-            origin = segment_of(comm.context, holder, DTYPE) + recv_offset
-        row_stride = tl.cast(dispatch.staged.row_stride, tl.int64)
-        column_stride = tl.cast(1, tl.int64)
-        if wanted > 0:
-            arrived = wait_held(comm, batch.signals, holder, source, chunk)
-    return origin, row_stride, column_stride, far, arrived
-
-
-@triton.jit
-def _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
-    """Fetch and place the tokens of a chunk that name an expert of this rank. Returns how many tokens came from the
-    memory of another rank."""
-    K: tl.constexpr = routing.K
-    tables = routing.tables
-    rank = rank_of(comm.context)
-    holder = holder_of(comm, source)
-    table = table_of(comm, routing, source)
-    source_offset = (source * batch.max_tokens).to(tl.int64) * K
-    token = chunk * routing.CHUNK
-    end = tl.minimum(token + routing.CHUNK, tokens)
-
-    # where the rows of the chunk go to
-    ids = ids_of(routing, table, token, tokens, routing.CHUNK)
-    t = token + tl.arange(0, routing.CHUNK)[:, None]
-    slot = tl.arange(0, routing.SLOTS)[None, :]
-    inside = (t < end) & (slot < K)
-    expert = ids - tl.load(tables.summary + FIRST_EXPERT)
-    named = (expert >= 0) & (expert < batch.experts)
-    ok = may_place(tables)
-    goes_here = named & ok
-    row = tl.load(tables.positions + source_offset + t * K + slot, mask=goes_here, other=0)
-    row += _first_row(comm, tables, expert, source, goes_here)
-    row = tl.where(goes_here, row, -1)
-    tl.store(tables.destinations + source_offset + t * K + slot, row, mask=inside)
-    tl.store(tables.all_topk_ids + source_offset + t * K + slot, ids, mask=inside)
-    tl.store(tables.row_source + row, source + 0 * row, mask=goes_here)
-    tl.store(tables.row_token + row, t + 0 * row, mask=goes_here)
-    wanted = tl.sum(tl.max(named.to(tl.int32), axis=1))
-    tl.debug_barrier()
-
-    origin, row_stride, column_stride, far, arrived = _wait_origin(
-        comm, dispatch, batch, rank, holder, source, chunk, wanted
-    )  # fmt: skip
-
-    if arrived & ok & (wanted > 0):
-        since = trace_time(comm.context)
-        _copy_to_rows(
-            dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
-            tables.recv_index + source * batch.max_tokens, far, token, end, K,
-        )  # fmt: skip
-        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
-        trace(comm.context, INTRA, GATHER, source, chunk, since)
-        _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
-    return tl.where(source != rank, wanted, 0)
-
-
-@triton.jit
-def _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens):
-    """`_place_chunk` with a known routing: the tables say already where rows go. Also stores the weights of the rows,
-    if they were published."""
-    K: tl.constexpr = routing.K
-    tables = routing.tables
-    rank = rank_of(comm.context)
-    holder = holder_of(comm, source)
-    source_offset = (source * batch.max_tokens).to(tl.int64) * K
-    token = chunk * routing.CHUNK
-    end = tl.minimum(token + routing.CHUNK, tokens)
-    t = token + tl.arange(0, routing.CHUNK)[:, None]
-    slot = tl.arange(0, routing.SLOTS)[None, :]
-    row = tl.load(tables.destinations + source_offset + t * K + slot, mask=(t < end) & (slot < K), other=-1)
-    goes_here = row >= 0
-    wanted = tl.sum(tl.max(goes_here.to(tl.int32), axis=1))
-    if dispatch.row_weights is not None:
-        weights = weights_of(comm, routing, batch, source)
-        weight = tl.load(weights + t * K + slot, mask=goes_here, other=0.0)
-        tl.store(dispatch.row_weights + row, weight, mask=goes_here)
-    origin, row_stride, column_stride, far, arrived = _wait_origin(
-        comm, dispatch, batch, rank, holder, source, chunk, wanted
-    )  # fmt: skip
-    if arrived & (wanted > 0):
-        since = trace_time(comm.context)
-        _copy_to_rows(
-            dispatch, Block(origin, row_stride, column_stride), tables.destinations + source_offset,
-            tables.recv_index + source * batch.max_tokens, far, token, end, K,
-        )  # fmt: skip
-        trace(comm.context, INTRA, GATHER, source, chunk, since)
-        expert = tl.load(tables.all_topk_ids + source_offset + t * K + slot, mask=goes_here, other=0)
-        expert -= tl.load(tables.summary + FIRST_EXPERT)
-        block = block_of(comm, tables, expert, row, goes_here, dispatch.TILE_M)
-        _count_placed(tables.placed + block * dispatch.COUNTERS, goes_here)
-    return tl.where(source != rank, wanted, 0)
-
-
-@triton.jit
-def _share(items, worker, WORKERS: tl.constexpr):
-    """How many of some items this worker gets if the first WORKERS workers share them, round-robin."""
-    return tl.where(worker < WORKERS, tl.cdiv(tl.maximum(items - worker, 0), WORKERS), 0)
-
-
-@triton.jit
-def _place_tokens(comm, routing, dispatch, batch, worker):
-    """Fetch and place all tokens that name an expert of this rank, in the order in which they become available. All
-    intra CTAs share the chunks of the rank itself, round-robin. The first FAR_INTRAS share those of other nodes, which
-    the network delivers one by one. The next NEAR_INTRAS share those of the node."""
-    WORKERS: tl.constexpr = dispatch.roles.INTRAS
-    NEAR: tl.constexpr = dispatch.roles.NEAR_INTRAS
-    FAR: tl.constexpr = dispatch.roles.FAR_INTRAS
-    DTYPE: tl.constexpr = dispatch.rows.data.dtype.element_ty
-    rank = rank_of(comm.context)
-    chunks = batch.chunks
-    near_worker = worker
-    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
-        near_worker = (worker + WORKERS - FAR) % WORKERS  # start with CTAs that place no tokens of other nodes
-    own_items = _share(chunks, worker, WORKERS)
-    near_end = own_items + _share(chunks * (comm.RANKS_PER_NODE - 1), near_worker, NEAR)
-    for step in range(near_end + _share(chunks * (comm.WORLD_SIZE - comm.RANKS_PER_NODE), worker, FAR)):
-        item = step * WORKERS
-        if step >= own_items:
-            item = chunks + (step - own_items) * NEAR + (near_worker - worker)
-        if step >= near_end:
-            item = chunks * comm.RANKS_PER_NODE + (step - near_end) * FAR
-        item += worker
-        source, chunk = arrival_order(tl.cast(item, tl.int32), rank, chunks, comm.WORLD_SIZE, comm.RANKS_PER_NODE)
-        tokens = tl.load(table_of(comm, routing, source) + TOKENS)
-        if chunk * routing.CHUNK < tokens:
-            if dispatch.KNOWN:
-                fetched = _place_known_chunk(comm, routing, dispatch, batch, source, chunk, tokens)
-            else:
-                fetched = _place_chunk(comm, routing, dispatch, batch, source, chunk, tokens)
-            if dispatch.COMBINES:
-                notify(signal_of(comm, rank, batch.signals.settled, source, chunk), comm.epoch)
-            if dispatch.PACED:
-                size = fetched.to(tl.int64) * dispatch.hidden * (DTYPE.primitive_bitwidth // 8)
-                wait_link(reserve_link(comm.context, size, batch.nanoseconds_per_mib))
-
-
-@triton.jit
 def _wait_tables(comm, batch):
     """With a known routing: wait for what the other ranks publish, their weights if there are any; false if the group
     gave up."""
@@ -470,44 +256,54 @@ def _wait_tables(comm, batch):
 
 
 @triton.jit
-def dispatch_tokens(comm, routing, dispatch, batch):
-    """The whole dispatch; all CTAs call it. Senders send. All other CTAs stage and count, and the intra CTAs among them
-    then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set, the
-    schedule is complete. With a known routing, nobody counts, and neither signal is set."""
-    SENDERS: tl.constexpr = dispatch.roles.SENDERS
-    cta = tl.program_id(0)
+def _count_and_place(comm, routing, dispatch, batch, worker, workers):
+    """This worker's share of counting rows, and of placing them; the last worker of all makes the schedule before it
+    places any. A worker that counts last only lays out the rows, because the others wait for that."""
     rank = rank_of(comm.context)
     counted = signal_of(comm, rank, batch.signals.counted, 0, 0)
-    scheduled = signal_of(comm, rank, batch.signals.scheduled, 0, 0)
-    counting_ctas = tl.num_programs(0) - SENDERS
+    routed = True
+    if comm.WORLD_SIZE > 1:
+        routed = wait_routing(comm, batch.signals, COMPUTE)
+    if routed:
+        count_rows(comm, routing, batch, worker, workers)
+        if counted_last(comm.context, workers):
+            lay_out_rows(comm, routing, batch, workers, dispatch.TILE_M, dispatch.COUNTERS)
+            notify(counted, comm.epoch)
+    if (worker == workers - 1) | (worker < dispatch.roles.INTRAS):
+        if wait_counted(comm, counted):
+            if worker == workers - 1:
+                schedule_blocks(comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES)
+                notify(signal_of(comm, rank, batch.signals.scheduled, 0, 0), comm.epoch)
+            if worker < dispatch.roles.INTRAS:
+                place_tokens(comm, routing, dispatch, batch, worker)
+
+
+@triton.jit
+def dispatch_tokens(comm, routing, dispatch, batch):
+    """The whole dispatch; all CTAs call it. Senders send. All other CTAs publish, stage and count, and the intra CTAs
+    among them then place rows. Once the rank's signal `counted` is set, rows have row numbers; once `scheduled` is set,
+    the schedule is complete. With a known routing, nobody counts, and neither signal is set."""
+    SENDERS: tl.constexpr = dispatch.roles.SENDERS
+    cta = tl.program_id(0)
     if cta == 0:
         announce(comm, batch.signals)
-        publish(comm, routing, batch, dispatch.ids, dispatch.weights)
-    if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
-        if cta == SENDERS:
-            announce_node(comm, batch.signals, INTRA)
     if cta < SENDERS:
-        _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
+        if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+            _send_tokens(comm, routing, dispatch, batch, cta, SENDERS)
     else:
+        worker = cta - SENDERS
+        workers = tl.num_programs(0) - SENDERS
+        publish(comm, routing, batch, dispatch.ids, dispatch.weights, worker, workers)
+        if comm.WORLD_SIZE > comm.RANKS_PER_NODE:
+            if worker == 0:
+                announce_node(comm, batch.signals, INTRA)
         if comm.RANKS_PER_NODE > 1 or dispatch.PACKS:
-            _stage_tokens(comm, routing, dispatch, batch, cta - SENDERS, counting_ctas)
-        if dispatch.KNOWN:
-            if cta < SENDERS + dispatch.roles.INTRAS:
-                if _wait_tables(comm, batch):
-                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
-        else:
-            if wait_routing(comm, batch.signals, COMPUTE):
-                count_rows(comm, routing, batch, cta - SENDERS, counting_ctas)
-                if counted_last(comm.context, counting_ctas):
-                    lay_out_rows(comm, routing, batch.experts, dispatch.TILE_M, dispatch.COUNTERS)
-                    notify(counted, comm.epoch)
-                    schedule_blocks(
-                        comm, routing.tables, batch.experts, dispatch.TILE_M, dispatch.GROUP, dispatch.COMBINES
-                    )
-                    notify(scheduled, comm.epoch)
-            if cta < SENDERS + dispatch.roles.INTRAS:
-                if wait_counted(comm, counted):
-                    _place_tokens(comm, routing, dispatch, batch, cta - SENDERS)
+            _stage_tokens(comm, routing, dispatch, batch, worker, workers)
+        if not dispatch.KNOWN:
+            _count_and_place(comm, routing, dispatch, batch, worker, workers)
+        elif worker < dispatch.roles.INTRAS:
+            if _wait_tables(comm, batch):
+                place_tokens(comm, routing, dispatch, batch, worker)
 
 
 @triton.jit

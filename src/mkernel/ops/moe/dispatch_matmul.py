@@ -7,24 +7,26 @@ many rows there are is unknown before the launch.
 
 Who does what. One persistent launch per rank; a CTA takes its role from its program id:
 
-- CTA 0 announces the launch and publishes the rank's routing table (routing.py).
+- CTA 0 announces the launch.
 - `send` (only with several nodes): copies the tokens that another node needs to contiguous rows that the network can
   read, chunk by chunk, and posts one request per chunk and node. A token crosses to another node at most once, if that
   node has one of its experts, and arrives at the rank's counterpart, which takes no part in the transfer.
-- All other CTAs stage the rank's tokens for its node while the tables are in flight. Then they count rows (routing.py);
-  the last one to finish computes row numbers and the schedule of blocks (schedule.py).
+- All other CTAs publish the rank's routing table (routing.py), and stage the rank's tokens for its node while the
+  tables are in flight. Then they count rows; the last one to finish computes row numbers. The CTA with the highest
+  program id then computes the schedule of blocks (schedule.py), while others place rows.
 - `intra`: fetches the tokens that name an expert of this rank, chunk by chunk, in the order in which they become
   available: the rank's own tokens, those of the node, and those of other nodes, which it reads from their counterparts
   in the node. It reads a token once, over NVLink unless it is on this rank, and stores it once for each of its rows.
   All intra CTAs place the rank's own tokens. Then as many as it takes to keep up with the links continue with the
-  tokens of other ranks, and the rest start to compute.
+  tokens of other ranks, and the rest start to compute. On a rank that is alone, half of all CTAs place rows, in the
+  order of the tiles, while the others compute (placing.py).
 - `compute`: takes tiles, roughly in the order in which blocks of rows become complete. A counter assigns tiles to CTAs
   as they become free. So `send` and `intra` CTAs join the compute whenever their transfers are done.
 
 What is signalled. `entered`, `node_entered`, `routed` and `held` (protocol.py); the ranks of a node poll the last two
-over NVLink. Within the rank: `counted`, `scheduled` and `numbered`. Each block of rows has a counter of the rows that
-are in place. It is set to zero before `counted` is signalled, and a tile waits until it equals the number of rows of
-the block.
+over NVLink. Within the rank: `counted`, `scheduled` and `numbered`, and counters of the CTAs that have published and
+that have counted, of which the last one goes on. Each block of rows has a counter of the rows that are in place. It is
+set to zero before `counted` is signalled, and a tile waits until it equals the number of rows of the block.
 
 Why buffers are safe. They have two halves, selected by the parity of the epoch (protocol.py). A rank leaves an epoch
 only after all routing tables have arrived, and for every chunk that was sent, some rank with an expert waits until it
@@ -35,9 +37,10 @@ explicit.)
 Why it cannot deadlock. The waits form a chain. Announcing the launch to the node waits for nothing; announcing to other
 nodes that the whole node has entered waits for those announcements. Publishing and staging wait only for entries into
 the previous epoch. Sending and counting wait for routing tables; senders also wait for the first of them, which numbers
-the tokens. `intra` waits for counting, and for what any rank stages or sends. `compute` waits for `intra`. The CTAs
-that count wait for each other, so all CTAs of a launch must be resident, which the launch checks. Still, every wait has
-a timeout.
+the tokens. `intra` and the CTA that makes the schedule wait for counting, and `intra` for what any rank stages or
+sends. On a rank that is alone, `intra` places rows after all of them have settled their chunks, which waits only for
+counting. `compute` waits for the schedule and for `intra`. The CTAs that publish, count and settle wait for each other,
+so all CTAs of a launch must be resident, which the launch checks. Still, every wait has a timeout.
 
 If the routing is invalid. All ranks see all tables, so all of them find the same ranks whose rows exceed their
 capacity, or the same ids without an expert. Then no rank places rows, and y is filled with NaN on all ranks; ranks

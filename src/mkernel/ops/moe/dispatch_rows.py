@@ -6,8 +6,8 @@ moe_dispatch_matmul multiplies. Callers apply a grouped GEMM or other experts of
 the results back.
 
 Who does what. One launch per rank, which is the first half of moe_dispatch_matmul (dispatch.py). CTA 0 announces the
-launch and publishes the routing table, `send` and `intra` move tokens, all CTAs except `send` count rows, and the last
-of them to finish makes the schedule of blocks, which is a part of the handle.
+launch, `send` and `intra` move tokens, and all CTAs except `send` publish the routing table and count rows. The one
+with the highest program id makes the schedule of blocks, which is a part of the handle.
 
 What is signalled, why buffers are safe, and why it cannot deadlock: as in dispatch_matmul.py. The two operators share a
 workspace. After the dispatch, a CTA waits only for the schedule, which is made by CTAs that never wait for tiles. Rows

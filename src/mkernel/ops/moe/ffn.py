@@ -7,9 +7,10 @@ ranks of their experts, and results return.
 Who does what. One persistent launch per rank; a CTA takes its role from its program id. The first half is that of
 moe_dispatch_matmul:
 
-- CTA 0 announces the launch and publishes the rank's routing table: ids and weights.
+- CTA 0 announces the launch.
 - `send`, `intra`: move the tokens to the ranks of their experts (dispatch.py).
-- All CTAs except `send` count rows, and the last one to finish makes the schedule of blocks (routing.py, schedule.py).
+- All CTAs except `send` publish the rank's routing table, ids and weights, and count rows (routing.py). The one with
+  the highest program id makes the schedule of blocks (schedule.py).
 - `compute`, and all other CTAs once their transfers are done: compute the tiles of both GEMMs, in one sequence
   (`interleaved` in tile_order.py), which a counter assigns. A tile of the first GEMM multiplies a block of rows by
   columns of gate and up, and stores silu(gate) * up. A tile of the second GEMM multiplies the resulting block by

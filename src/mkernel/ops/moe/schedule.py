@@ -79,7 +79,8 @@ def _arrival_of(comm, tables, span, bins, inside):
     high_node = span.high % comm.WORLD_SIZE // comm.RANKS_PER_NODE
     source_begin = tl.load(tables.bases + span.high, mask=inside, other=0)
     reached = span.row + span.rows - source_begin
-    source_rows = tl.maximum(tl.load(tables.counts + span.high, mask=inside, other=1), 1)
+    source_end = tl.load(tables.bases + span.high + 1, mask=inside, other=1)
+    source_rows = tl.maximum(source_end - source_begin, 1)
     arrival_bin = ((reached.to(tl.int64) * bins - 1) // source_rows).to(tl.int32)
     arrival_bin = tl.where(high_node == node, 0, arrival_bin)
     after_node = span.expert * comm.WORLD_SIZE + (node + 1) * comm.RANKS_PER_NODE
