@@ -87,7 +87,7 @@ def takes_options(*parts: str, bench: bool = False) -> Callable[[Callable[..., N
             option.name: option
             for operator in operators.registered(*parts).values()
             for option in operator.options
-            if (option.bench if bench else option.calls) and (option.modelled or "model" not in parts)
+            if (option.bench if bench else option.calls)
         }
 
         @functools.wraps(command)

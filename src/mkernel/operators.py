@@ -54,8 +54,7 @@ class Option:
     """A command-line option for an operator's calls: the name `kv_heads` becomes --kv-heads.
 
     kind: bool for a flag, int for a number of at least 1. most: the largest number. default: the default, described for
-        the help text. bench: the benchmark accepts the option. calls: tune, compile and plan do. modelled: with it, the
-        operator's model can predict a call; if not, plan does not accept it.
+        the help text. bench: the benchmark accepts the option. calls: tune, compile and plan do.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Option:
     default: str = ""
     bench: bool = False
     calls: bool = True
-    modelled: bool = True
 
     @property
     def flag(self) -> str:

@@ -42,9 +42,15 @@ def gradients(group, case, turn):
     return [gradient.cpu() for gradient in found]
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    """All calls run the portable kernel."""
+    monkeypatch.setattr(choice, "why_not_gluon", lambda *arguments: "not in this test")
+
+
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_cases(name, cluster):
+def test_the_portable_kernel(portable, name, cluster):
     case, (nodes, ranks) = CASES[name], cluster
 
     def on_rank(group):
@@ -59,7 +65,10 @@ def test_cases(name, cluster):
 
 @pytest.mark.parametrize("lengths", [(300, 0, 1, 517), (64, 128, 640, 200)], ids=str)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_other_numbers_on_each_rank(nodes, lengths):
+@pytest.mark.parametrize("kernel", ["portable", "as planned"])
+def test_other_numbers_on_each_rank(kernel, nodes, lengths, request):
+    if kernel == "portable":
+        request.getfixturevalue("portable")
     case = Case(0, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, seq_lens=lengths)
 
     def on_rank(group):
@@ -69,7 +78,7 @@ def test_other_numbers_on_each_rank(nodes, lengths):
     mk.spawn(on_rank, nodes=nodes, gpus_per_node=4 // nodes, device="cuda", timeout=30.0)
 
 
-# what the kernel for Hopper supports; it has not run on a GPU yet, and the plan does not choose it
+# what the kernel for Hopper supports
 GLUON = {
     **{name: CASES[name] for name in ("plain", "causal", "zigzag", "ragged", "64", "96", "window", "zigzag, odd")},
     "64, grouped": Case(1100, heads=4, kv_heads=2, batch=2, dim=64, dtype=BF16),
@@ -83,11 +92,10 @@ GLUON = {
 
 @pytest.mark.parametrize("cluster", [(1, 1), (1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("name", GLUON)
-def test_the_kernel_for_hopper(name, cluster, monkeypatch):
+def test_the_kernel_for_hopper(name, cluster):
     """Within the bounds of float64, with the same bits in every call."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(choice, "PREFERRED", "gluon")
     case, (nodes, ranks) = GLUON[name], cluster
     if case.documents is not None:
         case = replace(case, documents=(*case.documents[:-1], case.length * nodes * ranks))
@@ -106,11 +114,10 @@ def test_the_kernel_for_hopper(name, cluster, monkeypatch):
     mk.spawn(on_rank, nodes=nodes, gpus_per_node=ranks, device="cuda", timeout=30.0)
 
 
-def test_ranks_may_run_different_kernels(monkeypatch):
+def test_ranks_may_run_different_kernels():
     """Rank 1 has rows that TMA cannot read."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(choice, "PREFERRED", "gluon")
     case = Case(700, heads=4, kv_heads=2, dim=128, dtype=BF16, causal=True, layout="zigzag")
 
     def on_rank(group):

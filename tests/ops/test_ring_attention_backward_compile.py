@@ -1,4 +1,5 @@
-"""The kernel of ring_attention_backward compiles for GPUs that are not there, with the arguments of real launches."""
+"""The portable kernel of ring_attention_backward compiles for GPUs that are not there, with the arguments of real
+launches."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from support.attention_reference import Case
 
+import mkernel as mk
 from mkernel import compiling
 from mkernel.compiling import SHARED_MEMORY, compile_launch
 from mkernel.ops.attention.backward import prepare
@@ -14,6 +16,7 @@ from mkernel.ops.attention.lengths import Lengths
 from mkernel.ops.attention.sequences import Pattern, Scoring
 
 LENGTH = 512
+PORTABLE = mk.Config(warps=8)  # a configuration that the kernel for Hopper does not have
 
 
 def launched(cluster=(1, 4), capability=90, dlse=False, **case):
@@ -30,7 +33,7 @@ def launched(cluster=(1, 4), capability=90, dlse=False, **case):
         results = [torch.empty_like(tensor) for tensor in (query, key, value)]
         tensors = Tensors(out, query, key, value, out, lse, lse if dlse else None, *results)
         pattern = Pattern(shape.causal, shape.layout, shape.documents, lengths=lengths)
-        return prepare(group, tensors, pattern, Scoring(), None)
+        return prepare(group, tensors, pattern, Scoring(), PORTABLE)
 
     return compiling.launched(prepared, cluster, capability, ctas=33)
 

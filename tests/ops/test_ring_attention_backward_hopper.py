@@ -1,5 +1,4 @@
-"""The Gluon kernel of ring_attention_backward: right on simulated clusters of Hopper GPUs, and as machine code. So far,
-the plan does not choose it by itself."""
+"""The Gluon kernel of ring_attention_backward: right on simulated clusters of Hopper GPUs, and as machine code."""
 
 from __future__ import annotations
 
@@ -17,18 +16,11 @@ from support.workloads import workload_of
 import mkernel as mk
 from mkernel import compiling, operators
 from mkernel.compiling import REGISTERS, SHARED_MEMORY, compile_launch
-from mkernel.ops.attention.backward import choice
 from mkernel.tuning.spaces import families_of
 
 THOROUGH = pytest.mark.thorough
 OP, BF16 = "ring_attention_backward", torch.bfloat16
 HOPPER = dict(capability=(9, 0), ctas=4)
-
-
-@pytest.fixture
-def preferred(monkeypatch):
-    """Calls that the Gluon kernel can run take it."""
-    monkeypatch.setattr(choice, "PREFERRED", "gluon")
 
 
 def kernel_of(group, case, tensors=None, config=None):
@@ -50,7 +42,7 @@ def runs_gluon(group, case, turn=0, **arguments):
 @pytest.mark.parametrize(
     "cluster", [(1, 1), (1, 2), (1, 4), (2, 1), pytest.param((2, 2), marks=THOROUGH)], ids=cluster_name
 )
-def test_causal(preferred, cluster):
+def test_causal(cluster):
     """Several tiles of dq, the last of them half empty; blocks of keys of which the second half does not exist; grouped
     heads; and where there are several ranks, rows that see some of the keys."""
     case = Case(130, heads=2, kv_heads=1, dim=64, dtype=BF16, causal=True, layout="zigzag")
@@ -76,13 +68,13 @@ CASES = {
 
 @THOROUGH
 @pytest.mark.parametrize("name", CASES)
-def test_cases(preferred, name):
+def test_cases(name):
     run(lambda group: runs_gluon(group, CASES[name]), cluster=(1, 2), seed=len(name), **HOPPER)
 
 
 @THOROUGH
 @pytest.mark.parametrize("options", [dict(ctas=1), dict(late={1: 3000}), dict(slow={0: 0.02}, ctas=3)], ids=str)
-def test_slots_are_used_again(preferred, options):
+def test_slots_are_used_again(options):
     """More heads than the buffers hold: signals of keys, of partials and of slots that are free, several calls."""
     case = Case(70, heads=4, kv_heads=4, dim=64, dtype=BF16, causal=True)
     config = mk.Config(steps=1)
@@ -98,7 +90,7 @@ def test_slots_are_used_again(preferred, options):
 
 @THOROUGH
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
-def test_ranks_may_run_different_kernels(preferred, cluster):
+def test_ranks_may_run_different_kernels(cluster):
     """Rank 1 has rows that TMA cannot read. Slots and partials have the same layout for both kernels."""
     case = Case(130, heads=2, kv_heads=2, dim=64, dtype=BF16, causal=True, layout="zigzag")
 
@@ -113,7 +105,7 @@ def test_ranks_may_run_different_kernels(preferred, cluster):
 
 
 @THOROUGH
-def test_all_schedules_give_the_same_bits(preferred):
+def test_all_schedules_give_the_same_bits():
     case = Case(130, heads=2, kv_heads=2, dim=64, dtype=BF16, causal=True, layout="zigzag")
     results = [
         run(lambda group: runs_gluon(group, case), cluster=(1, 2), seed=seed, **(HOPPER | option))
@@ -126,7 +118,7 @@ def test_all_schedules_give_the_same_bits(preferred):
 
 
 @pytest.mark.parametrize("cluster", [(1, 2), (2, 1)], ids=cluster_name)
-def test_a_peer_that_does_not_come_is_named(preferred, cluster):
+def test_a_peer_that_does_not_come_is_named(cluster):
     """And what could not be computed without it is NaN."""
     case = Case(40, dim=64, dtype=BF16)
 
@@ -152,14 +144,14 @@ def test_a_peer_that_does_not_come_is_named(preferred, cluster):
 # -- which kernel
 
 
-def test_the_plan_says_why_it_takes_the_other_kernel():
+def test_the_plan_says_why_it_takes_a_kernel():
     case = Case(64, dim=64, dtype=BF16)
 
     def work(group):
         query = case.part("query", 0)
         return str(mk.explain(OP, *[query] * 5, torch.empty(query.shape[:3])))
 
-    assert "Triton: the Gluon kernel, which could run the call, has not run on a GPU yet" in run(work, **HOPPER)[0]
+    assert "Gluon: a Hopper GPU" in run(work, **HOPPER)[0]
     assert "Triton: the Gluon kernel runs on Hopper GPUs only" in run(work)[0]
 
 
@@ -173,7 +165,7 @@ def test_the_plan_says_why_it_takes_the_other_kernel():
     ],
     ids=["fp32", "256 columns", "other values", "softcap"],
 )
-def test_what_it_does_not_support(preferred, case, why):
+def test_what_it_does_not_support(case, why):
     def work(group):
         query, value = case.part("query", 0), case.part("value", 0)
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=case.dtype)
@@ -183,21 +175,13 @@ def test_what_it_does_not_support(preferred, case, why):
     assert why in reason
 
 
-def test_a_configuration_of_tiles_selects_the_other_kernel(preferred):
+def test_a_configuration_of_tiles_selects_the_other_kernel():
     case = Case(64, dim=64, dtype=BF16)
     config = mk.Config(stages=2)
     assert run(lambda group: kernel_of(group, case, config=config), cluster=(1, 1), **HOPPER) == ["triton"]
 
 
-def test_asking_for_it_where_it_cannot_run_is_an_error():
-    def work(group):
-        with pytest.raises(mk.ArgumentError, match="Gluon kernel does not support fp32"):
-            workload_of(OP).make(group, (1, 1, 64, 64), torch.float32, gluon=True).tried.prepare(None)
-
-    run(work, cluster=(1, 1), **HOPPER)
-
-
-def test_what_is_searched_for_it(preferred):
+def test_what_is_searched_for_it():
     """Fields that it has lead to it, all others to the other kernel."""
 
     def search(group):
@@ -218,7 +202,7 @@ def test_what_is_searched_for_it(preferred):
 @cache
 def compiled(cluster=(1, 1), shape=(1, 8, 2048, 128), dtype=BF16, **options):
     def prepare(group):
-        return workload_of(OP).make(group, shape, dtype, gluon=True, **options).tried.prepare(None)
+        return workload_of(OP).make(group, shape, dtype, **options).tried.prepare(None)
 
     return compile_launch(compiling.launched(prepare, cluster, ctas=33))
 

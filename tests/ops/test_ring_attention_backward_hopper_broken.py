@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 import mkernel as mk
-from mkernel.ops.attention.backward import choice, hopper, hopper_load, protocol
+from mkernel.ops.attention.backward import hopper, hopper_load, protocol
 from mkernel.ops.attention.backward.hopper_load import ROWS, STAGES, rows_of_block
 from mkernel.ops.attention.mask import Blocks
 
@@ -27,12 +27,10 @@ class OnHopper(AttendsBackward):
     """Calls that take the Gluon kernel."""
 
     def run(self, seed, replace=None):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(choice, "PREFERRED", "gluon")
-            return operator_calls.run(
-                self.work, cluster=self.cluster, seed=seed, timeout=1e-4, ctas=self.ctas, capability=(9, 0),
-                replace=replace or {},
-            )  # fmt: skip
+        return operator_calls.run(
+            self.work, cluster=self.cluster, seed=seed, timeout=1e-4, ctas=self.ctas, capability=(9, 0),
+            replace=replace or {},
+        )  # fmt: skip
 
     def work(self, group):
         for turn in range(self.calls):

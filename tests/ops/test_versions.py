@@ -64,7 +64,7 @@ PORTABLE = {
     "two_level_kernel": Call("matmul_all_reduce", (4096, 4096, 4096), ONE_NODE, config=TRITON),
     "sliced_kernel": Call("matmul_all_reduce", (256, 8192, 4096), ONE_NODE),
     "ring_attention_kernel": Call("ring_attention", (1, 8, 2048, 128), config=TRITON),
-    "ring_attention_backward_kernel": Call("ring_attention_backward", (1, 8, 2048, 128)),
+    "ring_attention_backward_kernel": Call("ring_attention_backward", (1, 8, 2048, 128), config=TRITON),
 }
 # TMA, or NVLink's multicast
 SINCE_HOPPER = {
@@ -79,7 +79,7 @@ SINCE_HOPPER = {
 }
 HOPPER = {
     "ring_attention_backward_hopper_kernel": Call(
-        "ring_attention_backward", (1, 8, 2048, 128), ONE_NODE, options={"zigzag": True, "gluon": True}, ctas=33
+        "ring_attention_backward", (1, 8, 2048, 128), ONE_NODE, options={"zigzag": True}, ctas=33
     ),
     "all_gather_matmul_hopper_kernel": Call("all_gather_matmul", (16384, 2048, 2048), ONE_NODE),
     "all_gather_scaled_matmul_hopper_kernel": Call("all_gather_scaled_matmul", (16384, 2048, 2048), ONE_NODE),

@@ -235,11 +235,3 @@ def test_short_pieces_join_their_neighbours():
 def test_options_are_those_of_operators_that_can_be_planned():
     assert "--zigzag" in run("--help").output
     assert "--quantize" not in run("--help").output
-
-
-def test_a_kernel_without_a_rate():
-    """The Gluon kernel for gradients of attention has not run on a GPU: its time would be a guess."""
-    assert "--gluon" not in run("--help").output
-    assert "No such option: --gluon" in words(run("ring_attention_backward", "--nodes", "1", "--gluon"))
-    with pytest.raises(ArgumentError, match="has not run on a GPU, so there is no rate"):
-        predict("ring_attention_backward", (1, 16, 65536, 128), machine=load("h200-cx7"), nodes=2, options={"gluon": 1})

@@ -67,6 +67,7 @@ HOPPER = [
     Call("matmul_reduce_scatter", (256, 512, 64), ctas=4),
     Call("matmul_all_reduce", (1024, 512, 64), ctas=4),
     Call("ring_attention", (1, 2, 256, 128), dict(causal=False), ctas=3),
+    Call("ring_attention_backward", (1, 2, 256, 64), dict(causal=False), ctas=3),
 ]
 FFN = Call("moe_ffn", (32, 16, 16), dict(experts=2, topk=3))
 

@@ -10,12 +10,6 @@ OPTIONS = (
     Option("zigzag", "ring_attention: use the zigzag layout.", bench=True),
     Option("kv_heads", "ring_attention: number of key and value heads.", kind=int, default="heads"),
 )
-GLUON = Option(
-    "gluon",
-    "ring_attention_backward: run its kernel for Hopper, which has not run on a GPU yet.",
-    bench=True,
-    modelled=False,
-)
 
 register(
     Operator(
@@ -62,7 +56,7 @@ register(
             ),
             Signal("mkernel.ops.attention.kinds:PREPARED", "prepared", "the other CTAs of this rank to prepare rows"),
         ),
-        options=(*OPTIONS, GLUON),
+        options=OPTIONS,
         workload=f"{PACKAGE}.backward.workload:WORKLOAD",
         space=f"{PACKAGE}.backward.tuning:space",
         demo=f"{PACKAGE}.backward.demo:DEMO",

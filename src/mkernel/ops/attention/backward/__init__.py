@@ -25,8 +25,7 @@ Who does what. One persistent launch per rank; the program id of a CTA determine
   each CTA instead (hopper.py).
 
 Two kernels. The Triton kernel runs everywhere. The Gluon kernel is for Hopper: the same tasks, protocol and schedule,
-with two blocks of 64 keys in a task. It computes the right gradients in the simulator and compiles as intended, but has
-not run on a GPU. Until it has, the Triton kernel is preferred (choice.py).
+with two blocks of 64 keys in a task. It runs wherever it can (choice.py).
 
 Partials. A rank pushes its partial of a block, in fp32, to a slot of the rank of its node that has the owner's local
 rank. With one node this is the owner. It has a slot for every rank of its node, and adds them in the order of ranks.
@@ -86,7 +85,7 @@ from typing import Any
 
 import torch
 
-from mkernel.ops.attention.backward import choice, protocol
+from mkernel.ops.attention.backward import protocol
 from mkernel.ops.attention.backward.launch import Tensors, launch
 from mkernel.ops.attention.backward.plan import Plan, plan, tiles_of
 from mkernel.ops.attention.backward.protocol import OP
@@ -205,18 +204,18 @@ def _check(group: Group, heads: dict[str, torch.Tensor], lse: torch.Tensor, dlse
 
 
 def prepare(
-    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None, kernel: str | None = None
+    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None
 ) -> Launch:  # fmt: skip
-    """The launch of a call with valid arguments. Collective if the workspace must grow. kernel: as for `plan`."""
+    """The launch of a call with valid arguments. Collective if the workspace must grow."""
     query, key, value = tensors.query, tensors.key, tensors.value
     config = choose(TUNABLE, group, query, key, pattern, config, value)
     layouts = tuple(layout_of(tensor) for tensor in tensors.inputs.values())
     mask = (pattern.is_causal, pattern.layout, scoring.softcap > 0)
-    plan_key = (OP, layouts, query.dtype, *mask, config, kernel, choice.PREFERRED, matmul_precision(query.dtype))
+    plan_key = (OP, layouts, query.dtype, *mask, config, matmul_precision(query.dtype))
     decided = group.planned(
         # documents may change with every call, and such a plan owns device memory: use it on one stream only
         (*plan_key, pattern, group.world.launcher.stream_key(group.world_rank) if pattern.has_spans else None),
-        lambda: plan(group, tensors.inputs, pattern, scoring.softcap, config, kernel),
+        lambda: plan(group, tensors.inputs, pattern, scoring.softcap, config),
         kept=PACKED_PLANS_KEPT if pattern.has_spans else PLANS_KEPT,
     )
     group.keep_if_captured(decided)
@@ -258,9 +257,9 @@ def explain(
 
 
 def explained(
-    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None, kernel: str | None = None
+    group: Group, tensors: Tensors, pattern: Pattern, scoring: Scoring, config: Config | None
 ) -> Plan:  # fmt: skip
-    """The plan of a call with valid arguments, and where its configuration comes from. kernel: as for `plan`."""
+    """The plan of a call with valid arguments, and where its configuration comes from."""
     chosen = choose(TUNABLE, group, tensors.query, tensors.key, pattern, config, tensors.value)
-    decided = plan(group, tensors.inputs, pattern, scoring.softcap, chosen, kernel)
+    decided = plan(group, tensors.inputs, pattern, scoring.softcap, chosen)
     return replace(decided, reasons=(*decided.reasons, TUNABLE.origin(config, chosen)))

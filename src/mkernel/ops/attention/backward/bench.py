@@ -36,7 +36,7 @@ class Library:
 
 def measure(
     group: Group, batch: int, heads: int, positions: int, dim: int, dtype: torch.dtype, config: Config | None,
-    repeats: int, *, causal: bool = False, zigzag: bool = False, gluon: bool = False,
+    repeats: int, *, causal: bool = False, zigzag: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure one shape; `positions` is the length of the whole sequence. Runs on every rank and returns the same
     figures on each. The error is that of dq, dk and dv against the library, relative to the largest gradient."""
@@ -78,7 +78,7 @@ def measure(
     tensors = Tensors(
         dout, query, key, value, out, lse, None, *(torch.empty_like(each) for each in (query, key, value))
     )
-    call = (group, tensors, Pattern(causal, layout), Scoring(), config, "gluon" if gluon else None)
+    call = (group, tensors, Pattern(causal, layout), Scoring(), config)
     launch, plan = prepare(*call), explained(*call)
     host_driven()
     one_rank()

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from mkernel.ops.attention.backward.protocol import OP
 from mkernel.runtime.config import Config
-from mkernel.runtime.errors import ArgumentError
 from mkernel.runtime.gpus import capability
 from mkernel.runtime.group import Group
 from mkernel.runtime.operands import describable
 
-# The kernel of calls that could run either. The Gluon kernel has not run on a GPU: until it has, it runs only where it
-# is asked for.
-PREFERRED = "triton"
 HOPPER_TILE = 128  # queries of a tile of dq, and keys of a block of keys, in the Gluon kernel
 HOPPER_ROWS = 64  # it multiplies them with so many keys or queries at a time: its tile_n
 HOPPER_STAGES = 3
 
 
-def _why_not_gluon(
+def why_not_gluon(
     group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None
 ) -> str | None:  # fmt: skip
     """Why a call cannot run the Gluon kernel; None if it can. inputs: those that it would read by TMA, and the result
@@ -48,14 +43,10 @@ def _why_not_gluon(
 
 
 def kernel_of(
-    group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None, wanted: str | None
+    group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None
 ) -> tuple[str, str]:  # fmt: skip
-    """(the kernel that runs a call, why). wanted: as for `plan`."""
-    why_not = _why_not_gluon(group, inputs, parts, softcap, config)
-    if wanted == "gluon" and why_not is not None:
-        raise ArgumentError(f"{OP}: {why_not}")
+    """(the kernel that runs a call, why)."""
+    why_not = why_not_gluon(group, inputs, parts, softcap, config)
     if why_not is not None:
         return "triton", f"Triton: {why_not}"
-    if (wanted or PREFERRED) == "gluon":
-        return "gluon", "Gluon: a Hopper GPU, 16-bit floats, TMA for all"
-    return "triton", "Triton: the Gluon kernel, which could run the call, has not run on a GPU yet"
+    return "gluon", "Gluon: a Hopper GPU, 16-bit floats, TMA for all"

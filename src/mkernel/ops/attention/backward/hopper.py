@@ -1,5 +1,4 @@
-"""The Gluon kernel of ring_attention_backward, for Hopper GPUs. It has not run on a GPU yet, so the plan chooses the
-Triton kernel unless it is told otherwise.
+"""The Gluon kernel of ring_attention_backward, for Hopper GPUs.
 
 Tasks, schedule, rounds, partials and signals are those of the Triton kernel (kernel.py), and both kernels call the same
 functions for what is between ranks. What differs is who does the work. A CTA has four kinds of warps:

@@ -1,7 +1,4 @@
-"""The model of ring_attention_backward for `mkernel plan`: how its Triton kernel carries out a plan.
-
-The Gluon kernel has no model: it has not run on a GPU, so nobody knows its rate.
-"""
+"""The model of ring_attention_backward for `mkernel plan`: how its kernels carry out a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import numpy as np
 
 from mkernel.ops.attention.backward.plan import DKV_PRODUCTS, DQ_PRODUCTS, Plan
 from mkernel.ops.attention.model import Transfers, candidates
-from mkernel.runtime.errors import ArgumentError
 from mkernel.scale.engine import Engine
 from mkernel.scale.machine import TILE_ELEMENTS
 from mkernel.scale.model import Model, Problem, Timed, Work
@@ -26,7 +22,7 @@ class _Gradients(Transfers):
     when the last sum of another node arrives. added: when this rank's reductions are done."""
 
     def __init__(self, engine: Engine, plan: Plan, problem: Problem):
-        super().__init__(engine, plan, problem, by_warps=False)
+        super().__init__(engine, plan, problem, by_warps=plan.hopper)
         c, (_, heads, _, dim), machine = plan.config, problem.shape, engine.machine
         self.product = 2 * c.tile_m * c.tile_n * dim / machine.sm_flops[KIND]
         group = heads // (problem.options.get("kv_heads") or heads)
@@ -34,10 +30,10 @@ class _Gradients(Transfers):
         self.queries = np.tile(1.0 + DQ_PRODUCTS * blocks, group) / plan.parts
         self.keys = 0.1 + DKV_PRODUCTS * group * self.tiles_that_see()
         self.costs = np.concatenate([self.queries, self.keys])
-        self.bytes = c.tile_n * (c.tile_k + plan.value_columns) * FLOAT
+        self.bytes = plan.tiles // plan.blocks * c.tile_n * (c.tile_k + plan.value_columns) * FLOAT  # of a task
         self.adding = machine.partial_seconds * self.bytes / (TILE_ELEMENTS * 2)
         several = engine.ranks > 1
-        self.reductions = (plan.tiles if several else 0, (engine.nodes - 1) * plan.tiles)
+        self.reductions = (plan.blocks if several else 0, (engine.nodes - 1) * plan.blocks)
         self.pushed, self.summed, self.added = (np.zeros(plan.rounds) for _ in range(3))
         self.link = engine.link(c.ctas)
         words = plan.schedule.numpy()
@@ -46,13 +42,14 @@ class _Gradients(Transfers):
         self.by_task = np.argsort(self.tasks)
 
     def tiles_that_see(self) -> Array:
-        """How many tiles of this rank's queries see each block of keys of a round, those of rank 0 first. If a unit
-        takes several rounds, that is the average."""
-        plan, tile_m = self.plan, self.plan.config.tile_m
+        """How many tiles of this rank's queries see each block of keys of a round, those of rank 0 first. In the Gluon
+        kernel, tiles have 64 queries for it. If a unit takes several rounds, that is the average."""
+        plan = self.plan
+        rows = plan.config.tile_n if plan.hopper else plan.config.tile_m
         ranges = plan.ranges.numpy().reshape(self.engine.ranks, -1, 4)
-        tiles = np.maximum(-(-ranges[:, :, 1] // tile_m) - ranges[:, :, 0] // tile_m, 0)
-        if tiles.shape[1] != plan.tiles:
-            tiles = np.repeat(tiles.sum(1, keepdims=True) / (plan.parts * plan.tiles), plan.tiles, 1)
+        tiles = np.maximum(-(-ranges[:, :, 1] // rows) - ranges[:, :, 0] // rows, 0)
+        if tiles.shape[1] != plan.blocks:
+            tiles = np.repeat(tiles.sum(1, keepdims=True) / (plan.parts * plan.blocks), plan.blocks, 1)
         return tiles.ravel()
 
     def run(self) -> None:
@@ -93,7 +90,7 @@ class _Gradients(Transfers):
             is_query = numbers < len(self.queries)
             block = np.maximum(numbers - len(self.queries), 0)
             seconds = self.costs[numbers] * self.product
-            is_own = ~is_query & (block // plan.tiles == engine.rank)
+            is_own = ~is_query & (block // plan.blocks == engine.rank)
             early = np.where(is_own, seconds, np.where(is_query, seconds * self.own, 0.0))
             self.ctas.work(early, "attend", lanes, index=entries)
             self.ctas.wait(np.where(is_own, 0.0, arrived), "keys", lanes)
@@ -124,7 +121,7 @@ class _Gradients(Transfers):
             self.ctas.wait(self.pushed[index], "partials", lanes)
             self.ctas.work(gpus * self.adding + machine.post_seconds, "reduce", lanes, index=entries)
             accepted, arrived = self.engine.network.send(
-                self.ctas.clock[lanes], self.bytes, 1 + (numbers - first) // plan.tiles
+                self.ctas.clock[lanes], self.bytes, 1 + (numbers - first) // plan.blocks
             )
             self.ctas.wait(accepted, "the network", lanes)
             self.summed[index] = max(self.summed[index], float(arrived.max()))
@@ -143,11 +140,6 @@ class _Gradients(Transfers):
 
 
 def run(engine: Engine, plan: Plan, problem: Problem) -> None:
-    if plan.hopper:
-        raise ArgumentError(
-            "the Gluon kernel of ring_attention_backward has not run on a GPU, so there is no rate to predict it with: "
-            "plan without gluon, for the Triton kernel"
-        )
     _Gradients(engine, plan, problem).run()
 
 
@@ -168,5 +160,5 @@ def work(problem: Problem, nodes: int, gpus: int) -> Work:
     )
 
 
-TIMED = (Timed(f"sm_flops.{KIND}", (1, 16, 4096, 128), options={"causal": False}, library=KIND),)
+TIMED = (Timed(f"sm_flops.{KIND}", (4, 16, 4096, 128), options={"causal": False}, library=KIND),)
 MODEL = Model(run, work, candidates, timed=TIMED)

@@ -136,13 +136,11 @@ def _resolve(
 
 
 def plan(
-    group: Group, inputs: dict[str, torch.Tensor], pattern: Pattern, softcap: float, config: Config | None,
-    kernel: str | None = None,
+    group: Group, inputs: dict[str, torch.Tensor], pattern: Pattern, softcap: float, config: Config | None
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment, the pattern and the group.
 
-    inputs: dout, query, key, value and out. kernel: "triton" or "gluon"; None is the preferred one that can run the
-    call.
+    inputs: dout, query, key, value and out.
     """
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     batch, heads, rows, _ = query.shape
@@ -156,7 +154,7 @@ def plan(
     slots = max(size - 1 if nodes == 1 else size, 1)
     whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
-    chosen, why = kernel_of(group, inputs, parts, softcap, config, kernel)
+    chosen, why = kernel_of(group, inputs, parts, softcap, config)
     hopper = chosen == "gluon"
     if hopper:
         tiles = replace(tiles, tile_m=HOPPER_TILE, tile_n=HOPPER_ROWS, stages=HOPPER_STAGES, warps=4)

@@ -17,7 +17,7 @@ from mkernel.workloads import Call, Cost, Tried, Workload, blocks, pieces, randn
 
 def make(
     group: Group, shape: Shape, dtype: torch.dtype, *, causal: bool = True, zigzag: bool = False,
-    kv_heads: int | None = None, gluon: bool = False,
+    kv_heads: int | None = None,
 ) -> Call:  # fmt: skip
     batch, heads, sequence, dim = shape
     length, layout = sequence // group.size, "zigzag" if zigzag else "contiguous"
@@ -28,22 +28,16 @@ def make(
     out = randn(group, batch, heads, length, dim, dtype=dtype, seed=4)
     lse = randn(group, batch, heads, length, dtype=torch.float32, seed=5)
 
-    kernel = "gluon" if gluon else None
     pattern, scoring = Pattern(causal, layout), Scoring()
-    gradients = tuple(torch.empty_like(tensor) for tensor in (q, k, v))
-    tensors = Tensors(dout, q, k, v, out, lse, None, *gradients)
+    tensors = Tensors(dout, q, k, v, out, lse, None, *(torch.empty_like(tensor) for tensor in (q, k, v)))
 
     def run(config: Config | None) -> torch.Tensor:
-        found = gradients
-        if kernel is None:
-            found = ring_attention_backward(dout, q, k, v, out, lse, **given, config=config)
-        else:
-            group.launch(prepare(group, tensors, pattern, scoring, config, kernel))
+        found = ring_attention_backward(dout, q, k, v, out, lse, **given, config=config)
         return torch.cat([gradient.ravel() for gradient in found])
 
     tried = Tried(
-        prepare=lambda config: prepare(group, tensors, pattern, scoring, config, kernel),
-        explain=lambda config: explained(group, tensors, pattern, scoring, config, kernel),
+        prepare=lambda config: prepare(group, tensors, pattern, scoring, config),
+        explain=lambda config: explained(group, tensors, pattern, scoring, config),
         sizes=dict(batch=batch, heads=heads, kv_heads=k.shape[1], length=length, dim=dim, causal=causal, zigzag=zigzag),
     )
     return Call(run, tried)
