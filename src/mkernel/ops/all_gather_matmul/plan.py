@@ -134,20 +134,13 @@ def _plan(
     few = None if return_gathered or access.rows.quantized else _few_rows(group, a, n, access, config)
     if few is not None:
         return few
-    on_hopper = access.right.uses_tma and access.out_uses_tma and not access.rows.staged
+    on_hopper = suits_hopper(group, m, a.dtype, config)
+    on_hopper &= access.right.uses_tma and access.out_uses_tma and not access.rows.staged
     if a.dtype.itemsize == 1:
-        on_hopper &= (
-            hopper.suits(group, m, a.dtype, config, {"ctas", "chunk_rows", "group_m"}, itemsize=1)
-            and access.right.transposed
-            and out.dtype.itemsize == 2
-            and not return_gathered
-        )
+        on_hopper &= access.right.transposed and out.dtype.itemsize == 2 and not return_gathered
     else:
-        on_hopper &= (
-            suits_hopper(group, m, a.dtype, config)
-            and n > 128
-            and (not return_gathered or a.shape[1] * a.element_size() % BYTES == 0)  # TMA can write the gathered rows
-        )
+        on_hopper &= n > 128
+        on_hopper &= not return_gathered or a.shape[1] * a.element_size() % BYTES == 0  # TMA can write gathered rows
     settings, reasons = (_on_hopper if on_hopper else _portable)(group, a, n, access, config)
     if on_hopper and return_gathered:
         reasons.append("another one stores the gathered rows, from shared memory")
@@ -319,11 +312,13 @@ def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
         return max(-(-a.shape[0] // 64), 1)  # every CTA pushes a few of them
     if suits_hopper(group, a.shape[0], a.dtype, config):
         # every CTA pushes, so with small chunks rows arrive in order; and the first ones early, if each has several
-        return min(max(a.shape[0] // 256, 4), 16)
+        return min(max(a.shape[0] // 256, 4), 16) * (2 // a.element_size())
     tile_m = given.tile_m or planning.default_tiles(group.target, a.dtype, 0, True).tile_m
     return planning.rows_per_chunk(a.shape[0], tile_m)
 
 
 def suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:
-    """Whether such calls can run the Hopper kernel, judging only by what is the same on every rank."""
-    return hopper.suits(group, m, dtype, config, free={"ctas", "chunk_rows", "group_m"})
+    """Whether such calls can run a Hopper kernel, that of their dtype, judging only by what is the same on every
+    rank."""
+    free = {"ctas", "chunk_rows", "group_m"}
+    return hopper.suits(group, m, dtype, config, free, itemsize=min(dtype.itemsize, 2))
