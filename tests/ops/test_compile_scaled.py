@@ -109,7 +109,7 @@ def test_experts(cluster, options):
 
     made = compile_launch(launched(prepare, cluster), 90)
     assert_good(made)
-    assert made.ptx.count("st.global.v4") >= 16
+    assert made.ptx.count("st.global.v4") >= 12  # of unrolled loops: a few for each copy
     for narrow in ("st.global.b16", "ld.global.b8"):
         assert narrow not in made.ptx, narrow
 
