@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 import mkernel as mk
+from mkernel.lang import hopper_scaled
 from mkernel.lang.hopper import ROWS as HALF
 from mkernel.lang.hopper import STAGES
 from mkernel.ops.all_gather_matmul import hopper as gathers
 from mkernel.ops.all_gather_matmul import protocol
-from mkernel.ops.all_gather_matmul.scaled import hopper
 from mkernel.sim.scheduler import Options
 
 OP = "all_gather_scaled_matmul"
@@ -98,19 +98,23 @@ def test_other_calls_take_the_portable_kernel(case, arguments):
 
 
 @gluon.jit
-def scales_ahead_of_the_rows(call, factors, stages, step, rows, column, WARPGROUP: gl.constexpr):
-    of_upper, of_lower = hopper._scales_of_step(call, factors, rows, column, step * 0, WARPGROUP)
-    upper, lower, step = hopper._multiply_promoted(call, factors, stages, step, rows, column, WARPGROUP)
+def scales_ahead_of_the_rows(
+    stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
+):  # fmt: skip
+    of_upper, of_lower = hopper_scaled.scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
+    upper, lower, step = hopper_scaled.multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
     return upper + gl.expand_dims(of_upper, 1), lower + gl.expand_dims(of_lower, 1), step
 
 
 @gluon.jit
-def free_after_the_first_half(call, factors, stages, step, rows, column, WARPGROUP: gl.constexpr):
-    zeros = gl.zeros([HALF, hopper.COLUMNS], gl.float32, hopper.sums_layout())
+def free_after_the_first_half(
+    stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
+):  # fmt: skip
+    zeros = gl.zeros([HALF, hopper_scaled.COLUMNS], gl.float32, hopper_scaled.half_layout())
     upper = zeros
     lower = zeros
-    first: gl.constexpr = WARPGROUP * hopper.HALVES * HALF
-    for _ in range(gl.cdiv(call.gather.k, hopper.BLOCK)):
+    first: gl.constexpr = WARPGROUP * 2 * HALF
+    for _ in range(gl.cdiv(factors.k, hopper_scaled.BLOCK)):
         stage = step % STAGES
         mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
         y = stages.b.index(stage).permute((1, 0))
@@ -135,9 +139,13 @@ def signal_only(comm, gather, peer, source, chunk):
     triton.language.atomic_xchg(word, comm.epoch, sem="relaxed", scope="sys")
 
 
+PROMOTED = hopper_scaled.multiply_promoted
 BROKEN = {
-    "scales are read before the rows have arrived": ({hopper._multiply_promoted: scales_ahead_of_the_rows}, BLOCKS),
-    "a stage is freed before the second half": ({hopper._multiply_promoted: free_after_the_first_half}, ROWS),
+    "scales are read before the rows have arrived": (
+        {PROMOTED: scales_ahead_of_the_rows},
+        BLOCKS,
+    ),
+    "a stage is freed before the second half": ({PROMOTED: free_after_the_first_half}, ROWS),
     "scales are not pushed": ({gathers._push_scales: push_no_scales}, TENSORS),
     "a chunk is signalled without a release": ({protocol.notify_chunk: signal_only}, ROWS),
 }

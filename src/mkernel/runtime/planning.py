@@ -172,16 +172,20 @@ def reasons_of_access(descriptors: bool, uses_tma: Mapping[str, bool]) -> list[s
     ]
 
 
-def tile_of_sum(device: Target, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
+def tile_of_sum(
+    device: Target, dtype: torch.dtype, rows: int, n: int, wanted: float, wide: bool = False
+) -> tuple[int, int]:  # fmt: skip
     """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
     tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
-    whole tiles."""
+    whole tiles. wide: the widest tile may have 256 columns, even where portable kernels prefer fewer."""
     default = default_tiles(device, dtype, n, uses_tma=True)
     if device.type != "cuda" or dtype == torch.float32:
         return default.tile_m, default.tile_n
     tile_m = default.tile_m if rows > 64 else 64
     for tile_n in (256, 128, 64):
-        if tile_n <= default.tile_n and (math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64):
+        if tile_n <= max(default.tile_n, 256 * wide) and (
+            math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64
+        ):
             break
     return tile_m, tile_n
 
@@ -198,7 +202,9 @@ def settings_of_sum(
         if uses_tma:
             stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
         elif tile_n > 128:
-            depth = 16  # pointers for more of a wide tile do not fit into the registers beside its sum
+            depth = (
+                32 // dtype.itemsize
+            )  # pointers for more of a wide tile do not fit into the registers beside its sum
         if tile_m == 64:
             warps = 4  # a warp holds 16 rows of the sum
     choose = chooser(config)
