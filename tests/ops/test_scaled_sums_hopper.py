@@ -150,6 +150,21 @@ def test_one_rank_of_all_reduce_has_the_kernel_of_reduce_scatter():
     assert_same(one, other)
 
 
+@pytest.mark.parametrize("recipe", [ROWS, BLOCKS], ids=recipe_name)
+@pytest.mark.parametrize(("op", "ranks"), [(SCATTER, 1), (REDUCE, 1), (SCATTER, 2)])
+def test_few_rows(op, ranks, recipe):
+    """Each team of CTAs computes a tile, with the rows of all ranks."""
+    case = ScaledSum(18, 72, 1040, torch.bfloat16, how=Quantized(recipe))
+
+    def work(group):
+        (a, scale_a), (b, scale_b) = case.how.rows(18, 1040, (group.rank, 0)), case.how.columns(1040, 72, (0, 0))
+        assert mk.explain(f"scaled_{op}", a, b, scale_a, scale_b).few_rows
+        for turn in range(2):
+            call_sum(group, op, case, turn, bias=True, residual=True)
+
+    simulated(work, ranks, ctas=8)
+
+
 # -- rules of synchronization, broken
 
 

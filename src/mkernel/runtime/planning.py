@@ -84,14 +84,28 @@ class FewRows:
     team: int
 
 
-def few_rows(device: Target, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int) -> FewRows | None:
+def few_rows(
+    device: Target, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int, promoted: bool = False
+) -> FewRows | None:  # fmt: skip
     """The smallest tile of which there is at most one for each CTA, and the largest team. None if there are more tiles,
-    or if such tiles were not measured. The fastest of those that were tried on an H200, one rank, beside cuBLAS: see
-    docs/performance.md. k: if it is known, teams are no larger than it takes to give each member a few steps."""
-    if device.type != "cuda" or dtype.itemsize != 2 or not rows * n:
+    or if such tiles were not measured. Those of 16-bit elements are the fastest of those that were tried on an H200,
+    one rank, beside cuBLAS: see docs/performance.md. Those of fp8 follow from them, and were not measured. k: if it is
+    known, teams are no larger than it takes to give each member a few steps. promoted: sums of fp8 products leave the
+    tensor cores after every 128 of k."""
+    if device.type != "cuda" or dtype.itemsize > 2 or not rows * n:
         return None
     height = max(1 << (rows - 1).bit_length(), 16)
-    if height <= 32:
+    if dtype.itemsize == 1:
+        # As many bytes are in flight as of 16-bit elements, so that b is read as fast. With steps of 256 of which two
+        # sums leave the tensor cores, ptxas would serialize the products. Hopper computes only products of 64 rows and
+        # more in fp8; rows that do not exist are not read.
+        height = max(height, 64)
+        tiles = [(64, 64, 256, 6, 4), (64, 128, 256, 4, 4)]
+        if promoted:
+            tiles = [(64, 64, 128, 12, 4), (64, 128, 128, 8, 4)]
+        if height > 64:
+            tiles.append((128, 128, 128, 6, 8))
+    elif height <= 32:
         tiles = [(height, 64, 128, 6, 4), (height, 128, 128, 5, 4)]
     else:
         tiles = [(64, 64, 128, 6, 4), (64, 128, 128, 4, 4)]

@@ -89,7 +89,8 @@ def choose(
         sizes |= dict(blockwise=scaling.blockwise, quantizes=scaling.quantizes is not None)
         config = SCALED_TUNABLE.choose(group, dtype or a.dtype, given, **sizes)
     if given is None and config is not None and config.chunk_rows is None:
-        return replace(config, chunk_rows=chunk_rows(group, a, None))
+        quantizes = scaling is not None and scaling.quantizes is not None
+        return replace(config, chunk_rows=chunk_rows(group, a, None, quantizes))
     return config
 
 

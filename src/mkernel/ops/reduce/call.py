@@ -172,10 +172,12 @@ SHARED = ("tile_m", "tile_n", "ctas", "group_m")  # the fields of a configuratio
 
 
 def few_rows(
-    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None, k: int | None = None
+    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None, k: int | None = None,
+    promoted: bool = False,
 ) -> planning.FewRows | None:  # fmt: skip
     """The tile of a sum [m, n] with few rows, and the size of the teams that compute one; None for other sums. Depends
-    only on what is the same on every rank: with several ranks, k must be None."""
+    only on what is the same on every rank: with several ranks, k must be None. promoted: see `planning.few_rows`; it
+    only matters to steps and stages, which ranks need not share."""
     given, most = config or Config(), planning.common_ctas(group)
     if group.nodes > 1 or not m * n:
         return None
@@ -187,9 +189,11 @@ def few_rows(
         names = [field.name for field in fields(given)] if group.size == 1 else SHARED
         if any(getattr(given, name) is not None for name in names):
             return None
-        if group.target.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
+        if group.target.type != "cuda" or dtype.itemsize > 2 or (group.size > 1 and m > FEW_ROWS):
             return None
-        found = planning.few_rows(group.target, dtype, m, n, k, most)
+        found = planning.few_rows(group.target, dtype, m, n, k, most, promoted)
+        if found is None and dtype.itemsize == 1:
+            return None
         if found is None and group.size == 1 and not 1.8 < math.ceil(m / 128) * math.ceil(n / 128) / most <= 2:
             return None
         # with one rank, two tiles for almost every CTA: 0.94 of cuBLAS, where the kernel for Hopper had 0.88
@@ -204,9 +208,14 @@ def few_rows(
 def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> Plan | None:
     """The plan of a call that takes the kernel for few rows; None for other calls. k: see `few_rows`."""
     m, n = call.a.shape[0], call.b.shape[1]
-    tile = few_rows(group, m, n, call.a.dtype, call.config, k)
+    tile = few_rows(
+        group, m, n, call.a.dtype, call.config, k, call.scaling is not None and not call.scaling.fast
+    )  # fmt: skip
     descriptors = has_descriptors(group.target)
-    uses_tma = descriptors and describable(call.a) and RhsLayout.of(call.b, descriptors).uses_tma
+    right = RhsLayout.of(call.b, descriptors)
+    uses_tma = descriptors and describable(call.a) and right.uses_tma
+    if call.scaling is not None:
+        uses_tma = uses_tma and right.transposed  # tensor cores read fp8 along k only
     forced = call.config is not None and call.config.team_ctas is not None
     if tile is None or (group.size == 1 and not uses_tma and not forced):
         return None

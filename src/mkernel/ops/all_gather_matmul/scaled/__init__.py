@@ -110,7 +110,7 @@ def _call(
     narrow = as_gathered(a, scaling)
     config = call.choose(group, narrow, b, config, dtype, scaling)
     (m, k), rows = a.shape, group.size * a.shape[0]
-    chunk = chunk_rows(group, narrow, config)
+    chunk = chunk_rows(group, narrow, config, scaling.quantizes is not None)
     group.agree(OP, m=m, k=k, dtype=narrow.dtype, scales=scaling.count, chunk_rows=chunk)
     empty, rank = group.world.memory.empty, group.world_rank
     y = empty(rank, (rows, b.shape[1]), dtype) if out is None else out
