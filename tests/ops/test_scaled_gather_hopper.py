@@ -140,8 +140,8 @@ def test_chunks():
 def scales_ahead_of_the_rows(
     stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
 ):  # fmt: skip
-    of_upper, of_lower = hopper_scaled.scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
-    upper, lower, step = hopper_scaled.multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
+    of_upper, of_lower = hopper_scaled._scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
+    upper, lower, step = hopper_scaled._multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
     return upper + gl.expand_dims(of_upper, 1), lower + gl.expand_dims(of_lower, 1), step
 
 
@@ -178,7 +178,7 @@ def signal_only(comm, gather, peer, source, chunk):
     triton.language.atomic_xchg(word, comm.epoch, sem="relaxed", scope="sys")
 
 
-PROMOTED = hopper_scaled.multiply_promoted
+PROMOTED = hopper_scaled._multiply_promoted
 BROKEN = {
     "scales are read before the rows have arrived": (
         {PROMOTED: scales_ahead_of_the_rows},

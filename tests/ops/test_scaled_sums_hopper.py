@@ -176,7 +176,7 @@ ARRIVE = "mbarrier.arrive(stages.freed.index(stage), count=1)"
 BROKEN = {
     "a stage is read before it is loaded": (
         change(
-            hopper_scaled.multiply_promoted,
+            hopper_scaled._multiply_promoted,
             ("mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)", "pass"),
         ),
         "nobody has written|must wait for",
@@ -184,7 +184,7 @@ BROKEN = {
     ),
     "a stage is freed before the second half": (
         change(
-            hopper_scaled.multiply_promoted,
+            hopper_scaled._multiply_promoted,
             (ARRIVE, "pass"),
             (
                 "x, y = _operands(stages, stage, 1, WARPGROUP, BY_ROWS)",

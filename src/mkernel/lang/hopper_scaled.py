@@ -73,7 +73,7 @@ def _of_columns(factors, first):
 
 
 @gluon.jit
-def scales_of_step(factors, block, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr):
+def _scales_of_step(factors, block, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr):
     """(the scales of the two halves' rows, times that of their columns) in a block of k. Behind the last block, those
     of the last one."""
     block = tl.minimum(block, tl.cdiv(factors.k, BLOCK) - 1)
@@ -104,7 +104,7 @@ def _operands(stages, stage, HALF: gl.constexpr, WARPGROUP: gl.constexpr, BY_ROW
 
 
 @gluon.jit
-def multiply_promoted(
+def _multiply_promoted(
     stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
 ):  # fmt: skip
     """(the sums of the two halves of a warpgroup's part of a tile, the number of steps so far): each step is added to
@@ -115,7 +115,7 @@ def multiply_promoted(
     if BLOCKWISE:
         # once the first step of a tile is here, so are all scales of its rows; loaded a step ahead
         mbarrier.wait(stages.filled.index(step % STAGES), (step // STAGES) & 1)
-        of_first, of_second = scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
+        of_first, of_second = _scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
     for block in range(0, tl.cdiv(factors.k, BLOCK)):
         stage = step % STAGES
         mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
@@ -129,15 +129,15 @@ def multiply_promoted(
         mbarrier.arrive(stages.freed.index(stage), count=1)
         if BLOCKWISE:
             part = part * gl.expand_dims(of_second, 1)
-            of_first, of_second = scales_of_step(factors, block + 1, WARPGROUP, BY_ROWS)
+            of_first, of_second = _scales_of_step(factors, block + 1, WARPGROUP, BY_ROWS)
         second += part
         step += 1
     return first, second, step
 
 
 @gluon.jit
-def multiply_fast(stages, step, k, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr):
-    """Like `multiply_promoted`, but the sums stay in the tensor cores."""
+def _multiply_fast(stages, step, k, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr):
+    """Like `_multiply_promoted`, but the sums stay in the tensor cores."""
     first = warpgroup_mma_init(gl.zeros([ROWS, COLUMNS], gl.float32, half_layout()))
     second = warpgroup_mma_init(gl.zeros([ROWS, COLUMNS], gl.float32, half_layout()))
     for depth in range(0, k, BLOCK):
@@ -183,9 +183,9 @@ def multiply_halves(
 ):  # fmt: skip
     """(the product of the two halves of a warpgroup's part of a tile in fp32, the number of steps so far)."""
     if FAST:
-        first, second, step = multiply_fast(stages, step, factors.k, WARPGROUP, BY_ROWS)
+        first, second, step = _multiply_fast(stages, step, factors.k, WARPGROUP, BY_ROWS)
     else:
-        first, second, step = multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
+        first, second, step = _multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
     if not BLOCKWISE:
         first, second = _scale_halves(first, second, factors, WARPGROUP, BY_ROWS)
     return first, second, step

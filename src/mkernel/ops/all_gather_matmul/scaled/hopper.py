@@ -8,7 +8,7 @@ Why it cannot deadlock, and what it costs: as for all_gather_matmul/hopper.py.
 
 It needs what that kernel needs, and b in memory as [n, k], because tensor cores read fp8 along k only, an m that is a
 multiple of 256, a result in bf16 or fp16, and rows that are quantized already. Other calls take the kernel in
-kernel.py, and those with few rows that in few_rows.py. It has run in the simulator, not yet on a GPU.
+kernel.py, and those with few rows that in few_rows.py.
 """
 
 from __future__ import annotations
