@@ -191,15 +191,16 @@ def tile_of_sum(
 ) -> tuple[int, int]:  # fmt: skip
     """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
     tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
-    whole tiles. wide: the widest tile may have 256 columns, even where portable kernels prefer fewer."""
+    whole tiles. wide: 256 columns are best even where portable kernels prefer fewer, as long as narrower tiles would
+    not be computed in a single round."""
     default = default_tiles(device, dtype, n, uses_tma=True)
     if device.type != "cuda" or dtype == torch.float32:
         return default.tile_m, default.tile_n
     tile_m = default.tile_m if rows > 64 else 64
+    if wide and rows > 64 and 2 * math.ceil(rows / tile_m) * math.ceil(n / 256) > wanted:
+        return tile_m, 256
     for tile_n in (256, 128, 64):
-        if tile_n <= max(default.tile_n, 256 * wide) and (
-            math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64
-        ):
+        if tile_n <= default.tile_n and (math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64):
             break
     return tile_m, tile_n
 
