@@ -20,11 +20,14 @@ GATHERS = {
     "blocks, quantized, two nodes": dict(cluster=(2, 2), recipe="blocks", wide=torch.bfloat16),
     "blocks, with what is gathered": dict(cluster=(1, 4), recipe="blocks", gathered=True),
 }
+NARROW = mk.Config(tile_m=128, tile_n=128)  # tiles that the kernel for Hopper does not take
 SUMS = {
-    "scatter, rows": dict(op="reduce_scatter", cluster=(1, 4), recipe="rows"),
+    "scatter, rows": dict(op="reduce_scatter", cluster=(1, 4), recipe="rows", config=NARROW),
     "scatter, blocks, two nodes": dict(op="reduce_scatter", cluster=(2, 2), recipe="blocks"),
-    "scatter, fast, e5m2": dict(op="reduce_scatter", cluster=(1, 4), recipe="rows", fast=True, kind=torch.float8_e5m2),
-    "reduce, rows": dict(op="all_reduce", cluster=(1, 4), recipe="rows"),
+    "scatter, fast, e5m2": dict(
+        op="reduce_scatter", cluster=(1, 4), recipe="rows", fast=True, kind=torch.float8_e5m2, config=NARROW
+    ),
+    "reduce, rows": dict(op="all_reduce", cluster=(1, 4), recipe="rows", config=NARROW),
     "reduce, blocks, in slices": dict(op="all_reduce", cluster=(1, 4), recipe="blocks", m=128, n=8192),
 }
 
@@ -48,6 +51,12 @@ def assert_good(made, kind="e4m3"):
     assert made.registers * 8 * 32 <= REGISTERS
 
 
+def steps_of(made):
+    """The machine code of both warpgroups' loops over steps."""
+    loops = (loop for loop in made.loops() if any("QGMMA" in each for each in loop))
+    return sorted(loops, key=len)[:2]
+
+
 @pytest.mark.parametrize("name", GATHERS)
 @pytest.mark.thorough
 def test_gathers(name):
@@ -65,14 +74,49 @@ def test_gathers_by_the_kernel_for_hopper(cluster, recipe, fast):
     assert launch.kernel.fn.__name__ == "all_gather_scaled_matmul_hopper_kernel"
     made = compile_launch(launch)
     assert_good(made)
-    steps = min((loop for loop in made.loops() if any("QGMMA" in each for each in loop)), key=len)
-    assert sum("QGMMA" in each for each in steps) == 2 * 128 // 32
+    for steps in steps_of(made):
+        assert sum("QGMMA" in each for each in steps) == 2 * 128 // 32
 
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.thorough
 def test_sums(name):
     assert_good(total(name), "e5m2" if "e5m2" in name else "e4m3")
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(
+    ("gpus", "recipe", "more"),
+    [
+        (4, "blocks", dict(bias=False)),
+        (4, "rows", dict(bias=False)),
+        (2, "rows", dict(bias=False, fast=True, paced=True)),
+        (4, "tensors", dict(bias=True, residual=True)),
+        (1, "rows", dict(bias=False)),
+    ],
+)
+@pytest.mark.thorough
+def test_sums_by_the_kernels_for_hopper(op, gpus, recipe, more):
+    """Beside a total, the sums of only one half are in registers: no loop over steps spills more than a value. What
+    is spilled is spilled between tiles."""
+    launch = scaled_reduces(op, (1, gpus), recipe, **more)
+    assert launch.kernel.fn.__name__.endswith("_hopper_kernel")
+    made = compile_launch(launch)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in made.ptx
+    assert not made.warnings
+    assert made.shared <= SHARED_MEMORY
+    assert made.spilled <= (0 if gpus == 1 else 600 if op == "reduce_scatter" else 1100)
+    for steps in steps_of(made):
+        assert sum("QGMMA" in each for each in steps) == 2 * 128 // 32
+        assert sum("LDL" in each or "STL" in each for each in steps) <= 1
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_reduce"])
+@pytest.mark.thorough
+def test_ranks_that_cannot_run_the_kernels_for_hopper_have_as_wide_tiles(op):
+    launch = scaled_reduces(op, (1, 4), "rows", transposed=False)
+    assert launch.kernel.fn.__name__ in ("matmul_reduce_scatter_kernel", "two_level_kernel")
+    assert "f32.e4m3.e4m3" in compile_launch(launch).ptx
 
 
 @pytest.mark.thorough

@@ -3,11 +3,12 @@ GPU."""
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 
 import pytest
 import torch
-from support.compiled_launches import gathers, reduces
+from support.compiled_launches import gathers, reduces, scaled_gathers, scaled_reduces
 
 import mkernel as mk
 from mkernel.compiling import SHARED_MEMORY, compile_launch
@@ -51,6 +52,38 @@ def test_which_kernel_gpus_take(capability):
         assert (kernel_of(sums(op, (1, 1))) == "reduce_few_rows_kernel") == has_tma
         assert kernel_of(sums(op, (1, 1), config=mk.Config(team_ctas=8))) == "reduce_few_rows_kernel"
     assert kernel_of(sums("all_reduce", (1, 4))) != "reduce_few_rows_kernel"
+
+
+def test_which_kernel_takes_fp8():
+    """Tensor cores read fp8 along k only, so a b that is not a transposed view has other kernels."""
+    rows = partial(scaled_gathers, recipe="rows", **FEW)
+    for call in (dict(cluster=(1, 4), m=4), dict(cluster=(1, 1), m=16)):
+        assert kernel_of(rows(**call)) == "few_rows_kernel"
+        assert kernel_of(rows(**call, wide=torch.bfloat16)) != "few_rows_kernel"
+    assert kernel_of(rows(cluster=(1, 4), m=65)) != "few_rows_kernel"
+    for op in ("reduce_scatter", "all_reduce"):
+        sums = partial(scaled_reduces, op, (1, 1), "rows", **DECODE)
+        assert kernel_of(sums()) == "reduce_few_rows_kernel"
+        assert kernel_of(sums(transposed=False)) != "reduce_few_rows_kernel"
+    assert kernel_of(scaled_reduces("reduce_scatter", (1, 4), "blocks", **DECODE)) == "reduce_few_rows_kernel"
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize(("recipe", "fast"), [("rows", False), ("tensors", True), ("blocks", False)])
+@pytest.mark.parametrize("m", [16, 128, 256])
+@pytest.mark.thorough
+def test_fp8(gpus, recipe, fast, m):
+    """Nothing spills, products are not serialized, and enough of b is in flight."""
+    for launch in (
+        scaled_gathers((1, gpus), recipe, m=m // gpus, n=8192 // gpus, k=8192, fast=fast),
+        scaled_reduces("reduce_scatter", (1, gpus), recipe, m=m, n=8192 // gpus, k=8192, fast=fast),
+    ):
+        assert "few_rows_kernel" in kernel_of(launch)
+        made = compile_launch(launch)
+        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(64|128)k32\.f32\.e4m3\.e4m3", made.ptx)
+        assert not made.warnings
+        assert made.spilled == 0
+        assert made.shared <= SHARED_MEMORY
 
 
 COMPILED = {

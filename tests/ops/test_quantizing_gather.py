@@ -22,6 +22,7 @@ from mkernel.ops.all_gather_matmul import kernel, transfer
 from mkernel.ops.all_gather_matmul.protocol import notify_chunk
 from mkernel.ops.all_gather_matmul.scaled import explain
 from mkernel.ops.all_gather_matmul.transfer import quantize_chunk
+from mkernel.sim.scheduler import Options
 
 tl = triton.language
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -101,6 +102,27 @@ def test_bits(cluster, case):
             assert_same_calls(group, case, turn, config=config)
 
     run(work, cluster=cluster)
+
+
+@pytest.mark.parametrize("m", [64, 256])
+def test_ranks_of_which_only_some_quantize(m):
+    """On a Hopper GPU, where the others have a kernel for few rows, or one for many."""
+
+    def work(group):
+        case = Rows(m=m, n=136, k=272)
+        b, scale_b = case.weight(0)
+        for turn in range(2):
+            quantized = [mk.quantize(case.of(rank, turn), case.recipe) for rank in range(group.size)]
+            if group.rank == 0:
+                y = mk.all_gather_scaled_matmul(case.of(0, turn), b, None, scale_b, **case.how)
+            else:
+                y = mk.all_gather_scaled_matmul(quantized[1][0], b, quantized[1][1], scale_b)
+            exact = torch.cat([mk.dequantize(*each, torch.float64) for each in quantized])
+            exact = exact @ mk.dequantize(b, scale_b, torch.float64)
+            assert ((y.double() - exact).abs() <= 2**-7 * exact.abs() + 1e-3 * exact.abs().amax(1, keepdim=True)).all()
+
+    sim = Options(capability=(9, 0), ctas=8)
+    mk.spawn(work, gpus_per_node=2, device="cpu", timeout=5.0, sim=sim)
 
 
 @pytest.mark.parametrize("recipe", WEIGHTS)

@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 import mkernel as mk
+from mkernel.lang import hopper_scaled
 from mkernel.lang.hopper import ROWS as HALF
 from mkernel.lang.hopper import STAGES
 from mkernel.ops.all_gather_matmul import hopper as gathers
 from mkernel.ops.all_gather_matmul import protocol
-from mkernel.ops.all_gather_matmul.scaled import hopper
 from mkernel.sim.scheduler import Options
 
 OP = "all_gather_scaled_matmul"
@@ -43,7 +43,7 @@ def calls(group, case, count, arguments):
 
 
 def run(ranks, case, count=2, seed=0, options=None, hopper=True, **arguments):
-    """The results of the ranks."""
+    """The results of the ranks. hopper: must the kernel for Hopper take the calls?"""
     sim = Options(**ON_HOPPER | (options or {}))
     results = mk.spawn(
         calls, case, count, arguments, gpus_per_node=ranks, device="cpu", seed=seed, timeout=5.0, sim=sim
@@ -94,23 +94,66 @@ def test_other_calls_take_the_portable_kernel(case, arguments):
     run(2, case, count=1, hopper=False, **arguments)
 
 
+@pytest.mark.parametrize("recipe", [ROWS, BLOCKS, pytest.param(TENSORS, marks=thorough)], ids=recipe_name)
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 5), (2, 9), (2, 70)])
+def test_few_rows(ranks, rows, recipe):
+    """A tile has the rows of all ranks, and teams of CTAs share k where they are long enough."""
+    case = ScaledGather(rows, 72, 1040, how=Quantized(recipe))
+    fast = recipe != BLOCKS and ranks == 2
+
+    def work(group):
+        for turn in range(2):
+            call_gather(group, case, turn, use_fast_accum=fast)
+        (a, scale_a), (b, scale_b) = case.rows(group.rank), case.columns(group.rank)
+        return mk.explain(OP, a, b, scale_a, scale_b, group=group, use_fast_accum=fast)
+
+    sim = Options(capability=(9, 0), ctas=8)
+    for plan in mk.spawn(work, gpus_per_node=ranks, device="cpu", timeout=5.0, sim=sim):
+        assert plan.few_rows
+        assert plan.config.tile_k == (256 if fast else 128)
+        assert (plan.config.team_ctas > 1) == (rows < 64)
+
+
+def test_chunks():
+    """Small ones, so that they arrive in the order of tiles; of at least 64 KB, if that takes no more than 32 rows. But
+    rows that the kernel quantizes are in chunks as high as tiles."""
+
+    def chunk(group, k, recipe=None):
+        w, scale_w = mk.quantize(torch.zeros(136, k), "RowWise")
+        a, scale_a = torch.zeros(8192, k, dtype=torch.bfloat16), None
+        if recipe is None:
+            a, scale_a = mk.quantize(a, "RowWise")
+        more = {} if recipe is None else dict(recipe_a=recipe)
+        return mk.explain(OP, a, w.t(), scale_a, scale_w.t(), group=group, **more).config.chunk_rows
+
+    def work(group):
+        return [chunk(group, 8192), chunk(group, 2560), chunk(group, 256), chunk(group, 256, "RowWise")]
+
+    sim = Options(**ON_HOPPER)
+    assert mk.spawn(work, gpus_per_node=2, device="cpu", sim=sim) == [[16, 25, 32, 128]] * 2
+
+
 # -- rules of synchronization, broken
 
 
 @gluon.jit
-def scales_ahead_of_the_rows(call, factors, stages, step, rows, column, WARPGROUP: gl.constexpr):
-    of_upper, of_lower = hopper._scales_of_step(call, factors, rows, column, step * 0, WARPGROUP)
-    upper, lower, step = hopper._multiply_promoted(call, factors, stages, step, rows, column, WARPGROUP)
+def scales_ahead_of_the_rows(
+    stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
+):  # fmt: skip
+    of_upper, of_lower = hopper_scaled._scales_of_step(factors, step * 0, WARPGROUP, BY_ROWS)
+    upper, lower, step = hopper_scaled._multiply_promoted(stages, step, factors, WARPGROUP, BY_ROWS, BLOCKWISE)
     return upper + gl.expand_dims(of_upper, 1), lower + gl.expand_dims(of_lower, 1), step
 
 
 @gluon.jit
-def free_after_the_first_half(call, factors, stages, step, rows, column, WARPGROUP: gl.constexpr):
-    zeros = gl.zeros([HALF, hopper.COLUMNS], gl.float32, hopper.sums_layout())
+def free_after_the_first_half(
+    stages, step, factors, WARPGROUP: gl.constexpr, BY_ROWS: gl.constexpr, BLOCKWISE: gl.constexpr
+):  # fmt: skip
+    zeros = gl.zeros([HALF, hopper_scaled.COLUMNS], gl.float32, hopper_scaled.half_layout())
     upper = zeros
     lower = zeros
-    first: gl.constexpr = WARPGROUP * hopper.HALVES * HALF
-    for _ in range(gl.cdiv(call.gather.k, hopper.BLOCK)):
+    first: gl.constexpr = WARPGROUP * 2 * HALF
+    for _ in range(gl.cdiv(factors.k, hopper_scaled.BLOCK)):
         stage = step % STAGES
         mbarrier.wait(stages.filled.index(stage), (step // STAGES) & 1)
         y = stages.b.index(stage).permute((1, 0))
@@ -123,7 +166,7 @@ def free_after_the_first_half(call, factors, stages, step, rows, column, WARPGRO
 
 
 @gluon.jit
-def push_no_scales(comm, call, row, offset):
+def push_no_scales(comm, call, row, rows):
     pass
 
 
@@ -135,9 +178,13 @@ def signal_only(comm, gather, peer, source, chunk):
     triton.language.atomic_xchg(word, comm.epoch, sem="relaxed", scope="sys")
 
 
+PROMOTED = hopper_scaled._multiply_promoted
 BROKEN = {
-    "scales are read before the rows have arrived": ({hopper._multiply_promoted: scales_ahead_of_the_rows}, BLOCKS),
-    "a stage is freed before the second half": ({hopper._multiply_promoted: free_after_the_first_half}, ROWS),
+    "scales are read before the rows have arrived": (
+        {PROMOTED: scales_ahead_of_the_rows},
+        BLOCKS,
+    ),
+    "a stage is freed before the second half": ({PROMOTED: free_after_the_first_half}, ROWS),
     "scales are not pushed": ({gathers._push_scales: push_no_scales}, TENSORS),
     "a chunk is signalled without a release": ({protocol.notify_chunk: signal_only}, ROWS),
 }

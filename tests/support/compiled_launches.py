@@ -114,7 +114,8 @@ def scaled_gathers(
 
 
 def scaled_reduces(
-    op, cluster, recipe, config=None, m=4096, n=4096, k=1024, kind=E4M3, described=True, transposed=True, fast=False
+    op, cluster, recipe, config=None, m=4096, n=4096, k=1024, kind=E4M3, described=True, transposed=True, fast=False,
+    bias=True, residual=False, paced=False,
 ):  # fmt: skip
     """The launch of a sum over ranks of products of fp8. described: TMA can read and write all tensors."""
 
@@ -124,8 +125,14 @@ def scaled_reduces(
     def prepare(group):
         rows = m // group.size if op == "reduce_scatter" else m
         b = tensor(n, k).t() if transposed else tensor(k, n)
-        out, bias = tensor(rows, n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
-        call = Sum(tensor(m, k, kind), b, out, bias, config=config, scaling=scales(m, n, k, recipe, fast))
+        out = tensor(rows, n, torch.bfloat16)
+        call = Sum(
+            tensor(m, k, kind), b, out,
+            bias=torch.empty(n, dtype=torch.bfloat16) if bias else None,
+            residual=tensor(rows, n, torch.bfloat16) if residual else None,
+            config=config,
+            scaling=scales(m, n, k, recipe, fast),
+        )  # fmt: skip
         return REDUCTIONS[op].prepare(group, call)
 
-    return launched(prepare, cluster, 90)
+    return launched(prepare, cluster, 90, links=paced_links(paced))

@@ -117,6 +117,22 @@ def product_bound(depth: int, dtype: torch.dtype) -> float:
     return 4 * depth**0.5 * torch.finfo(dtype).eps + rounding
 
 
+def fast_accumulation_bound(depth: int) -> float:
+    """How much fast accumulation of fp8 adds to `product_bound`: the error of sums of `depth` products of normally
+    distributed numbers that never leave Hopper's tensor cores. torch._scaled_mm has the same error with
+    use_fast_accum.
+
+    An instruction aligns 32 products with the running sum, and truncates each at 2**-13 of the largest of them: that is
+    at most q = 2**-13 * |running sum|, once the sum is larger than its terms. What is cut off a product has its sign,
+    so these errors have a random sign, too, a variance of at most q**2 / 3, and add up at random. After t products, the
+    sum is z * sqrt(t) for an element whose sum is z standard deviations. So the variance of its error is the sum over t
+    of 2**-26 * z**2 * t / 3, or (2**-13 * z * depth)**2 / 6. The error is that times y, a normal number that does not
+    depend on z. Among 2**26 elements, the largest |y * z| is 16 to 17, hence 17 / sqrt(6) = 7 times 2**-13 * depth;
+    rounded up to a power of two, the bound is depth * 2**-10. As the mean of |a| * |b| is 2/pi, it is
+    1.6 * 2**-10 * sum(|a| * |b|)."""
+    return depth * 2**-10
+
+
 def larger(worst: float, error: float) -> float:
     """The larger of two errors; NaN counts as infinite."""
     return max(worst, error) if error == error else float("inf")

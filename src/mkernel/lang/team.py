@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from mkernel.lang.device import prefetch
 from mkernel.lang.gemm import multiply_step, multiply_tile
 from mkernel.lang.roles import COMPUTE
 from mkernel.lang.scaling import scale_tile
@@ -72,6 +73,16 @@ def _multiply_part(a, b, tile, k, tiling, part, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _prefetch_scales(scales, part, first, end, SIZE: tl.constexpr):
+    """Prefetch the scales of SIZE rows or columns into the cache: with few rows, nothing hides the latency of loads
+    after the last step. Those of blocks are loaded in every step."""
+    if not scales.BLOCKWISE:
+        i = tl.minimum(first + tl.arange(0, SIZE), end - 1)
+        offset = (i // scales.GROUP).to(tl.int64) * scales.row + tl.cast(part, tl.int64) * scales.part
+        prefetch(scales.data + offset)
+
+
+@triton.jit
 def _add_rows(team, tile, worker, tiling):
     """The sum over all members of the rows that are left to this worker. All partial sums must be stored."""
     ROWS: tl.constexpr = tiling.M // team.SIZE
@@ -90,6 +101,9 @@ def multiply_in_team(comm, a, b, tile, k, tiling, team, worker):
     """The product of a tile, as `multiply_tile` computes it, by the team of this worker. Workers are numbered from 0,
     those of a team consecutively. Returns the M // SIZE rows that are left to this worker, from `first_row_in_team` on;
     NaN if the group gave up."""
+    if a.strides.SCALED:
+        _prefetch_scales(a.strides.scales, tile.part, tile.row, tile.rows, tiling.M)
+        _prefetch_scales(b.strides.scales, tile.part, tile.column, tile.columns, tiling.N)
     if team.SIZE == 1:
         total = multiply_tile(a, b, tile, k, tiling)
     else:

@@ -17,7 +17,8 @@ from mkernel.runtime.group import Group
 from mkernel.runtime.operands import DTYPES, aligned_strides
 
 TILE_M, TILE_N, TILE_K = 128, 256, 64
-FP8_TILE = (256, 128, 128)  # likewise for fp8
+FP8_TILE_K = 128
+FP8_TILE = (256, 128, FP8_TILE_K)  # likewise for fp8, of rows that are gathered; sums have that of 16-bit elements
 STAGES = 4
 WARPS = 4  # of one warpgroup; the kernel adds the others itself
 
@@ -57,9 +58,9 @@ def _layout_of(rows: int, columns: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], fp8.get(dtype) or DTYPES[dtype])
 
 
-def right_operand(b: torch.Tensor, transposed: bool) -> Any:
-    """A descriptor of b [k, n], or of the [n, k] matrix that it is a transposed view of."""
+def right_operand(b: torch.Tensor, transposed: bool, depth: int = TILE_K) -> Any:
+    """A descriptor of b [k, n], or of the [n, k] matrix that it is a transposed view of. depth: of a block, in k."""
     k, n = b.shape
     if transposed:
-        return tma_descriptor(b, n, k, b.stride(1), [TILE_N, TILE_K])
-    return tma_descriptor(b, k, n, b.stride(0), [TILE_K, TILE_N])
+        return tma_descriptor(b, n, k, b.stride(1), [TILE_N, depth])
+    return tma_descriptor(b, k, n, b.stride(0), [depth, TILE_N])

@@ -84,14 +84,28 @@ class FewRows:
     team: int
 
 
-def few_rows(device: Target, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int) -> FewRows | None:
+def few_rows(
+    device: Target, dtype: torch.dtype, rows: int, n: int, k: int | None, ctas: int, promoted: bool = False
+) -> FewRows | None:  # fmt: skip
     """The smallest tile of which there is at most one for each CTA, and the largest team. None if there are more tiles,
-    or if such tiles were not measured. The fastest of those that were tried on an H200, one rank, beside cuBLAS: see
-    docs/performance.md. k: if it is known, teams are no larger than it takes to give each member a few steps."""
-    if device.type != "cuda" or dtype.itemsize != 2 or not rows * n:
+    or if such tiles were not measured. Those of 16-bit elements are the fastest of those that were tried on an H200,
+    one rank, beside cuBLAS: see docs/performance.md. Those of fp8 follow from them, and were not measured. k: if it is
+    known, teams are no larger than it takes to give each member a few steps. promoted: sums of fp8 products leave the
+    tensor cores after every 128 of k."""
+    if device.type != "cuda" or dtype.itemsize > 2 or not rows * n:
         return None
     height = max(1 << (rows - 1).bit_length(), 16)
-    if height <= 32:
+    if dtype.itemsize == 1:
+        # As many bytes are in flight as of 16-bit elements, so that b is read as fast. With steps of 256 of which two
+        # sums leave the tensor cores, ptxas would serialize the products. Hopper computes only products of 64 rows and
+        # more in fp8; rows that do not exist are not read.
+        height = max(height, 64)
+        tiles = [(64, 64, 256, 6, 4), (64, 128, 256, 4, 4)]
+        if promoted:
+            tiles = [(64, 64, 128, 12, 4), (64, 128, 128, 8, 4)]
+        if height > 64:
+            tiles.append((128, 128, 128, 6, 8))
+    elif height <= 32:
         tiles = [(height, 64, 128, 6, 4), (height, 128, 128, 5, 4)]
     else:
         tiles = [(64, 64, 128, 6, 4), (64, 128, 128, 4, 4)]
@@ -172,14 +186,19 @@ def reasons_of_access(descriptors: bool, uses_tma: Mapping[str, bool]) -> list[s
     ]
 
 
-def tile_of_sum(device: Target, dtype: torch.dtype, rows: int, n: int, wanted: float) -> tuple[int, int]:
+def tile_of_sum(
+    device: Target, dtype: torch.dtype, rows: int, n: int, wanted: float, wide: bool = False
+) -> tuple[int, int]:  # fmt: skip
     """Rows and columns of a tile, for a sum over ranks [rows, n] that should have at least `wanted` tiles: the widest
     tile that gives as many, or else the narrowest. Depends only on what is the same on every rank, since ranks exchange
-    whole tiles."""
+    whole tiles. wide: 256 columns are best even where portable kernels prefer fewer, as long as narrower tiles would
+    not be computed in a single round."""
     default = default_tiles(device, dtype, n, uses_tma=True)
     if device.type != "cuda" or dtype == torch.float32:
         return default.tile_m, default.tile_n
     tile_m = default.tile_m if rows > 64 else 64
+    if wide and rows > 64 and 2 * math.ceil(rows / tile_m) * math.ceil(n / 256) > wanted:
+        return tile_m, 256
     for tile_n in (256, 128, 64):
         if tile_n <= default.tile_n and (math.ceil(rows / tile_m) * math.ceil(n / tile_n) >= wanted or tile_n == 64):
             break
@@ -198,7 +217,9 @@ def settings_of_sum(
         if uses_tma:
             stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
         elif tile_n > 128:
-            depth = 16  # pointers for more of a wide tile do not fit into the registers beside its sum
+            depth = (
+                32 // dtype.itemsize
+            )  # pointers for more of a wide tile do not fit into the registers beside its sum
         if tile_m == 64:
             warps = 4  # a warp holds 16 rows of the sum
     choose = chooser(config)

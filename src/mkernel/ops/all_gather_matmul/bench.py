@@ -11,7 +11,7 @@ import torch
 from mkernel.bench.backward import Backward, Transfer, beside, error_of, named
 from mkernel.bench.backward import measure as measure_backward_pass
 from mkernel.bench.benchmark import FEW_ROWS, SHARED_GPU_ROWS, Benchmark, Latency, Published
-from mkernel.bench.problems import draw, product_bound, worst_of
+from mkernel.bench.problems import draw, fast_accumulation_bound, product_bound, worst_of
 from mkernel.bench.published import RANKS, gathered
 from mkernel.bench.timing import BARRIER, Link, time_ways
 from mkernel.operators import Shape
@@ -33,7 +33,8 @@ class Gathering:
     a, out: its first operand, and the result. multiply: computes the result from the gathered a, by the library.
     prepare: the launch of the fused call. call: makes it. explain: its plan.
     exact: the result in float64, from the gathered a in float64. depth: how many products an element is the sum of.
-    more_bytes: of a row that travel besides its elements. first: what the baseline does before it copies.
+    more_bytes: of a row that travel besides its elements. first: what the baseline does before it copies. fast:
+    accumulation is fast, and has fewer bits.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Gathering:
     depth: int
     more_bytes: int = 0
     first: Callable[[], object] | None = None
+    fast: bool = False
 
 
 def sent_from(group: Group, a: torch.Tensor) -> torch.Tensor:
@@ -104,6 +106,8 @@ def measure_gathering(group: Group, measured: Gathering, repeats: int) -> dict[s
     exact = measured.exact(torch.cat([part.to(device) for part in parts]).double())
     error = worst_of(group.exchange("errors", (out.double() - exact).abs().max().item()))
     bound = product_bound(measured.depth, out.dtype)
+    if measured.fast:
+        bound += fast_accumulation_bound(measured.depth)
     floor_ms = max(times["library"], wire_ms, network_ms)
     return {
         "op": measured.op,

@@ -57,6 +57,7 @@ from mkernel.runtime.operands import constants, named_constants
 from mkernel.runtime.world import Launch
 
 PUSHED_BYTES = tl.constexpr(4096)  # that the push warp has in flight
+SCALES = tl.constexpr(128)  # likewise
 
 
 class Call(NamedTuple):
@@ -164,19 +165,21 @@ def _wait_arrivals(comm, call, arrivals):
 
 
 @gluon.jit
-def _push_scales(comm, call, row, offset):
-    """Push the scales of one of the rank's own rows to behind the row, which is at `offset` of every workspace."""
+def _push_scales(comm, call, row, rows):
+    """Push the scales of a chunk of the rank's own rows, each to behind its row."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     scales = call.scales
     rank = rank_of(comm.context)
-    origin = scales.own.data + row.to(tl.int64) * scales.own.row_stride
-    target = (offset + scales.AT) // 4  # in fp32
-    for first in range(0, scales.COUNT, 32):
-        place = first + gl.arange(0, 32, layout)
-        values = gl.load(origin + place.to(tl.int64) * scales.own.column_stride, mask=place < scales.COUNT)
+    target = (row_of(call.gather.rows, comm.epoch, rank * call.gather.m + row) + scales.AT) // 4  # in fp32
+    for first in range(0, rows * scales.COUNT, SCALES):
+        place = first + gl.arange(0, SCALES, layout)
+        i, column = place // scales.COUNT, place % scales.COUNT
+        own = (row + i).to(gl.int64) * scales.own.row_stride + column.to(gl.int64) * scales.own.column_stride
+        values = gl.load(scales.own.data + own, mask=i < rows)
+        offset = target + i.to(gl.int64) * (call.gather.rows.row_stride // 4) + column
         for j in gl.static_range(1, comm.WORLD_SIZE):
-            there = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, tl.float32) + target
-            gl.store(there + place, values, mask=place < scales.COUNT)
+            there = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, tl.float32)
+            gl.store(there + offset, values, mask=i < rows)
 
 
 @gluon.jit
@@ -203,8 +206,8 @@ def push(comm, call):
                 for j in gl.static_range(1, comm.WORLD_SIZE):
                     target = segment_of(comm.context, (rank + j) % comm.WORLD_SIZE, DTYPE)
                     gl.store(target + offset + column + lane, block, mask=inside)
-            if call.SCALED:
-                _push_scales(comm, call, row + i, offset)
+        if call.SCALED:
+            _push_scales(comm, call, row, rows)
         if call.gather.PACED:
             sent += rows.to(tl.int64) * gather.k * (comm.WORLD_SIZE - 1) * (DTYPE.primitive_bitwidth // 8)
             wait_paced(start, sent, gather.nanoseconds_per_mib)

@@ -118,7 +118,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Decide how to run a call. The decision depends only on shapes, strides, alignment and the group."""
     access = Access.of(group, a, b, out, scaling)
-    decided = _plan(group, as_gathered(a, scaling), b, out, return_gathered, config, access)
+    decided = _plan(group, as_gathered(a, scaling), b, out, return_gathered, config, access, scaling)
     if scaling is None:
         return decided
     check_tile_k(scaling.blockwise, decided.config.tile_k)
@@ -127,11 +127,13 @@ def plan(
 
 def _plan(
     group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, return_gathered: bool, config: Config | None,
-    access: Access,
+    access: Access, scaling: Scaling | None,
 ) -> Plan:  # fmt: skip
-    """`plan`, but for the scales."""
+    """`plan`, but for what it says about the scales."""
     m, n = a.shape[0], b.shape[1]
-    few = None if return_gathered or access.rows.quantized else _few_rows(group, a, n, access, config)
+    few = None
+    if not (return_gathered or access.rows.quantized):
+        few = _few_rows(group, a, n, access, config, scaling is not None and not scaling.fast)
     if few is not None:
         return few
     on_hopper = suits_hopper(group, m, a.dtype, config)
@@ -161,7 +163,9 @@ def _plan(
     )
 
 
-def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None) -> Plan | None:
+def _few_rows(
+    group: Group, a: torch.Tensor, n: int, access: Access, config: Config | None, promoted: bool
+) -> Plan | None:  # fmt: skip
     """The plan of a call that takes the kernel for few rows (few_rows.py); None for other calls."""
     (m, k), size, given = a.shape, group.size, config or Config()
     most = group.world.launcher.ctas(group.world_rank)
@@ -174,7 +178,9 @@ def _few_rows(group: Group, a: torch.Tensor, n: int, access: Access, config: Con
             return None
         if size > 1 and not gathers_few_rows(group, m, a.dtype, config):
             return None
-        tile = planning.few_rows(group.target, a.dtype, size * m, n, k, most)
+        if a.dtype.itemsize == 1 and not access.right.transposed:  # tensor cores read fp8 along k only
+            return None
+        tile = planning.few_rows(group.target, a.dtype, size * m, n, k, most, promoted)
         if tile is None and size == 1:
             return None
     defaults = planning.default_tiles(group.target, a.dtype, n, rows_use_tma and access.right.uses_tma)
@@ -219,7 +225,7 @@ def gathers_few_rows(group: Group, m: int, dtype: torch.dtype, config: Config | 
         and group.nodes == 1
         and group.target.type == "cuda"
         and has_descriptors(group.target)
-        and dtype.itemsize == 2
+        and dtype.itemsize <= 2
         and group.size * m <= FEW_GATHERED
         and _is_plain(config)
     )
@@ -266,7 +272,9 @@ def _portable(
 
     sending = 1 if nodes > 1 or access.rows.staged else 0
     if access.rows.quantized:
-        sending = planning.quantizers_for(m * k, math.ceil(m / chunk_rows(group, a, config)), compute_seconds, most)
+        sending = planning.quantizers_for(
+            m * k, math.ceil(m / chunk_rows(group, a, config, access.rows.quantized)), compute_seconds, most
+        )
     send_ctas = pick("send_ctas", sending)
     # copies should take no longer than the slower of compute and network
     longest = max(compute_seconds, network_seconds)
@@ -286,7 +294,7 @@ def _portable(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", defaults.tile_k),
         group_m=pick("group_m", defaults.group_m), stages=pick("stages", defaults.stages),
         warps=pick("warps", defaults.warps), ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas,
-        join_tiles=min(join_tiles, tiles), chunk_rows=chunk_rows(group, a, config),
+        join_tiles=min(join_tiles, tiles), chunk_rows=chunk_rows(group, a, config, access.rows.quantized),
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
     reasons = [
@@ -304,17 +312,19 @@ def _portable(
 
 
 def chunk_rows(group: Group, a: torch.Tensor, config: Config | None) -> int:
-    """Rows per chunk. Depends only on what is the same on every rank, so that all ranks use the same value."""
+    """Rows per chunk. Depends only on what is the same on every rank, so that all ranks use the same value: also where
+    the kernels of some of them quantize their rows."""
     given = config or Config()
     if given.chunk_rows is not None:
         return given.chunk_rows
-    if gathers_few_rows(group, a.shape[0], a.dtype, config):
-        return max(-(-a.shape[0] // 64), 1)  # every CTA pushes a few of them
-    if suits_hopper(group, a.shape[0], a.dtype, config):
+    m = a.shape[0]
+    if gathers_few_rows(group, m, a.dtype, config):
+        return max(-(-m // 64), 1)  # every CTA pushes a few of them
+    if suits_hopper(group, m, a.dtype, config):
         # every CTA pushes, so with small chunks rows arrive in order; and the first ones early, if each has several
-        return min(max(a.shape[0] // 256, 4), 16) * (2 // a.element_size())
+        return min(max(m // 256, 4), 32 // a.element_size())
     tile_m = given.tile_m or planning.default_tiles(group.target, a.dtype, 0, True).tile_m
-    return planning.rows_per_chunk(a.shape[0], tile_m)
+    return planning.rows_per_chunk(m, tile_m)
 
 
 def suits_hopper(group: Group, m: int, dtype: torch.dtype, config: Config | None) -> bool:

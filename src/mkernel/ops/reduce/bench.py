@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mkernel.bench.benchmark import Latency
-from mkernel.bench.problems import draw
+from mkernel.bench.problems import draw, fast_accumulation_bound
 from mkernel.bench.timing import Stopwatch, Wires
 from mkernel.operators import Shape
 from mkernel.ops.reduce.call import Sum
@@ -198,12 +198,14 @@ def figures(
     }
 
 
-def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype) -> float:
+def bound_of(k: int, k_local: int, ranks: int, dtype: torch.dtype, fast: bool = False) -> float:
     """Bound for the largest error of a sum over ranks of products of normally distributed numbers: the error of one
-    product over all of k, plus one rounding of each rank's partial, which rarely exceeds 5*sqrt(k_local)."""
+    product over all of k, plus one rounding of each rank's partial, which rarely exceeds 5*sqrt(k_local). fast: with
+    fast accumulation, each rank's product has an error of its own, with a random sign."""
     eps = torch.finfo(dtype).eps
     rounding = 4 * k * eps if dtype == torch.float32 else 0.0
-    return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2
+    truncated = ranks**0.5 * fast_accumulation_bound(k_local) if fast else 0.0
+    return 4 * k**0.5 * eps + rounding + (ranks - 1) ** 0.5 * 5 * k_local**0.5 * eps / 2 + truncated
 
 
 def latency_of(operator: Callable[..., torch.Tensor]) -> Callable[[Group, Shape, torch.dtype], Latency]:

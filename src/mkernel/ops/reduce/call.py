@@ -172,10 +172,12 @@ SHARED = ("tile_m", "tile_n", "ctas", "group_m")  # the fields of a configuratio
 
 
 def few_rows(
-    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None, k: int | None = None
+    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None, k: int | None = None,
+    promoted: bool = False,
 ) -> planning.FewRows | None:  # fmt: skip
     """The tile of a sum [m, n] with few rows, and the size of the teams that compute one; None for other sums. Depends
-    only on what is the same on every rank: with several ranks, k must be None."""
+    only on what is the same on every rank: with several ranks, k must be None. promoted: see `planning.few_rows`; it
+    only matters to steps and stages, which ranks need not share."""
     given, most = config or Config(), planning.common_ctas(group)
     if group.nodes > 1 or not m * n:
         return None
@@ -187,9 +189,11 @@ def few_rows(
         names = [field.name for field in fields(given)] if group.size == 1 else SHARED
         if any(getattr(given, name) is not None for name in names):
             return None
-        if group.target.type != "cuda" or dtype.itemsize != 2 or (group.size > 1 and m > FEW_ROWS):
+        if group.target.type != "cuda" or dtype.itemsize > 2 or (group.size > 1 and m > FEW_ROWS):
             return None
-        found = planning.few_rows(group.target, dtype, m, n, k, most)
+        found = planning.few_rows(group.target, dtype, m, n, k, most, promoted)
+        if found is None and dtype.itemsize == 1:
+            return None
         if found is None and group.size == 1 and not 1.8 < math.ceil(m / 128) * math.ceil(n / 128) / most <= 2:
             return None
         # with one rank, two tiles for almost every CTA: 0.94 of cuBLAS, where the kernel for Hopper had 0.88
@@ -204,9 +208,14 @@ def few_rows(
 def plan_of_few_rows(op: str, group: Group, call: Sum, k: int | None = None) -> Plan | None:
     """The plan of a call that takes the kernel for few rows; None for other calls. k: see `few_rows`."""
     m, n = call.a.shape[0], call.b.shape[1]
-    tile = few_rows(group, m, n, call.a.dtype, call.config, k)
+    tile = few_rows(
+        group, m, n, call.a.dtype, call.config, k, call.scaling is not None and not call.scaling.fast
+    )  # fmt: skip
     descriptors = has_descriptors(group.target)
-    uses_tma = descriptors and describable(call.a) and RhsLayout.of(call.b, descriptors).uses_tma
+    right = RhsLayout.of(call.b, descriptors)
+    uses_tma = descriptors and describable(call.a) and right.uses_tma
+    if call.scaling is not None:
+        uses_tma = uses_tma and right.transposed  # tensor cores read fp8 along k only
     forced = call.config is not None and call.config.team_ctas is not None
     if tile is None or (group.size == 1 and not uses_tma and not forced):
         return None
@@ -269,24 +278,55 @@ def plan_of(
     )
 
 
+def has_wide_tiles(group: Group, call: Sum, rows: int) -> bool:
+    """Whether tiles of a sum of fp8 products have the size that the kernel for Hopper takes, which is too wide for the
+    sums of the portable kernels. Depends only on what is the same on every rank: ranks exchange whole tiles, so those
+    that cannot run that kernel have the same tiles. rows: of the matrix that tiles divide."""
+    given = call.config or Config()
+    return (
+        call.scaling is not None
+        and hopper.suits(group, 0, call.a.dtype, None, free=set(), itemsize=1)
+        and given.tile_m is None
+        and given.tile_n is None
+        and rows * call.b.shape[1] > 0
+        and call.b.shape[1] % 8 == 0  # TMA can write the result
+        and call.wire_dtype == call.out.dtype
+        and call.out.dtype.itemsize == 2
+    )
+
+
+def _why_not_hopper(group: Group, call: Sum, portable: Plan) -> str | None:
+    """Why a call does not take the kernel for Hopper, on a GPU that has one; None if it does."""
+    itemsize = 2 if call.scaling is None else 1
+    if not hopper.suits(group, 0, call.a.dtype, None, free=set(), itemsize=itemsize):
+        return "it is for Hopper GPUs in one node, and 16-bit or fp8 operands"
+    if not hopper.suits(group, 0, call.a.dtype, call.config, {"ctas", "group_m"}, itemsize=itemsize):
+        return "the configuration sets more than ctas and group_m"
+    if call.wire_dtype != call.out.dtype or call.out.dtype.itemsize != 2:
+        return "its partials and results are 16-bit, and alike"
+    if (portable.config.tile_m, portable.config.tile_n) != (hopper.TILE_M, hopper.TILE_N):
+        return f"there are too few tiles of {hopper.TILE_M}x{hopper.TILE_N}"
+    if not (portable.a_uses_tma and portable.right.uses_tma and portable.out_uses_tma):
+        return "a, b or the result has no contiguous, 16-byte aligned rows"
+    if call.scaling is not None and not portable.right.transposed:
+        return "b is not a transposed view, and tensor cores read fp8 along k"
+    if call.scaling is None and (call.bias is not None or call.residual is not None):
+        return "it adds bias and residual to products of fp8 only"
+    return None if call.a.shape[1] > 0 else "k is 0"
+
+
 def for_hopper(group: Group, call: Sum, portable: Plan) -> Plan:
     """The plan for the kernel for Hopper, if the GPU and the call suit it; else the portable plan. Both kernels use the
     same slots, so ranks need not decide alike."""
-    if not (
-        hopper.suits(group, hopper.TILE_M, call.a.dtype, call.config, free={"ctas", "group_m"})
-        and (portable.config.tile_m, portable.config.tile_n) == (hopper.TILE_M, hopper.TILE_N)
-        and portable.a_uses_tma
-        and portable.right.uses_tma
-        and portable.out_uses_tma
-        and call.wire_dtype == call.a.dtype
-        and call.bias is None
-        and call.residual is None
-        and call.a.shape[1] > 0
-    ):
-        return portable
+    missing = _why_not_hopper(group, call, portable)
+    if missing is not None:
+        if call.scaling is None:
+            return portable
+        return replace(portable, reasons=(*portable.reasons, f"the portable kernel, not that for Hopper: {missing}"))
+    depth = hopper.TILE_K if call.scaling is None else hopper.FP8_TILE_K
     return replace(
         portable,
         hopper=True,
-        config=replace(portable.config, tile_k=hopper.TILE_K, stages=hopper.STAGES, warps=hopper.WARPS),
+        config=replace(portable.config, tile_k=depth, stages=hopper.STAGES, warps=hopper.WARPS),
         reasons=(*portable.reasons, "the kernel for Hopper: while one warpgroup stores, the other one multiplies"),
     )

@@ -3,6 +3,9 @@
 Both have the same warp roles (see reduce_scatter/hopper.py). Partials are laid out as everywhere else
 (lang/partials.py), so that ranks that run a kernel for Hopper and ranks that do not can exchange them. Each warpgroup
 stores and adds its own 64 rows.
+
+Operands are 16-bit, or fp8 with scales. These are multiplied by lang/hopper_scaled.py, in steps of 128 of k. A rank
+applies its scales to its own partial.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from mkernel.lang.context import rank_of
 from mkernel.lang.device import acquire_for_descriptors
 from mkernel.lang.gluon_compat import async_load, reinterpret
 from mkernel.lang.grid import sync_steps
-from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_K, TILE_M, TILE_N, Stages
+from mkernel.lang.hopper import ROWS, STAGES, STORED, TILE_M, TILE_N, Stages, multiply_rows
+from mkernel.lang.hopper_scaled import COLUMNS, Factors, half_layout, join_halves, multiply_halves, split_halves
 from mkernel.lang.layout import slot_of
+from mkernel.ops.reduce.call import Sum
 from mkernel.ops.reduce.protocol import slot_at
 from mkernel.runtime.group import Workspace
 from mkernel.runtime.hopper import tma_descriptor
+from mkernel.runtime.operands import constants
 
 LINE = tl.constexpr(64)  # elements of a cache line
 SLOT_ROW = tl.constexpr(64)  # elements of a slot that are a row to TMA
@@ -36,6 +42,36 @@ class Operands(NamedTuple):
     b: Any
     c: Any
     partials: Any  # see `partials_descriptor`
+
+
+class OperandScales(NamedTuple):
+    """The `Scales` of fp8 operands. Without scales, only SCALED matters."""
+
+    a: Any
+    b: Any
+    SCALED: Any
+    BLOCKWISE: Any
+    FAST: Any
+
+
+class Added(NamedTuple):
+    """What is added to the sum, through pointers: a bias [n] and a residual like the result."""
+
+    bias: Any  # None unless BIAS
+    bias_stride: Any
+    residual: Any  # None unless RESIDUAL
+    row_stride: Any
+    column_stride: Any
+    BIAS: Any
+    RESIDUAL: Any
+
+
+class Extent(NamedTuple):
+    """The sizes of a matrix product."""
+
+    rows: Any
+    n: Any
+    k: Any
 
 
 class Pushes(NamedTuple):
@@ -80,20 +116,66 @@ def allocate_stages(operands):
 def load_tile(comm, operands, stages, step, position, common_tiles, row, column, k, B_TRANSPOSED: gl.constexpr):
     """Load all steps through k of the tile at (row, column). Returns the number of filled stages so far. position: the
     number of tiles before this one; common_tiles: how many tiles every CTA has, at least."""
-    steps = tl.cdiv(k, TILE_K)
+    DEPTH: gl.constexpr = operands.a.block_type.shape[1]
+    steps = tl.cdiv(k, DEPTH)
     for i in range(steps):
         sync_steps(comm, position * steps + i, common_tiles * steps)
         stage = step % STAGES
         filled = stages.filled.index(stage)
         mbarrier.wait(stages.freed.index(stage), (step // STAGES + 1) & 1)
         mbarrier.expect(filled, operands.a.block_type.nbytes + operands.b.block_type.nbytes)
-        async_load(operands.a, [row, i * TILE_K], filled, stages.a.index(stage))
+        async_load(operands.a, [row, i * DEPTH], filled, stages.a.index(stage))
         if B_TRANSPOSED:
-            async_load(operands.b, [column, i * TILE_K], filled, stages.b.index(stage))
+            async_load(operands.b, [column, i * DEPTH], filled, stages.b.index(stage))
         else:
-            async_load(operands.b, [i * TILE_K, column], filled, stages.b.index(stage))
+            async_load(operands.b, [i * DEPTH, column], filled, stages.b.index(stage))
         step += 1
     return step
+
+
+@gluon.jit
+def multiply_tile(scales, stages, step, extent, row, column, WARPGROUP: gl.constexpr, B_TRANSPOSED: gl.constexpr):
+    """(this warpgroup's rows of the product of the tile at (row, column) in fp32, the number of steps so far)."""
+    if scales.SCALED:
+        data = scales.a.data + row.to(tl.int64) * scales.a.row
+        stride, block = tl.cast(scales.a.row, tl.int64), tl.cast(scales.a.block, tl.int64)
+        factors = Factors(data, stride, block, extent.rows - row, scales.b, column, extent.n, extent.k)
+        left, right, step = multiply_halves(
+            stages, step, factors, WARPGROUP, False, BLOCKWISE=scales.BLOCKWISE, FAST=scales.FAST
+        )
+        total = join_halves(left, right)
+    else:
+        total, step = multiply_rows(stages, step, extent.k, WARPGROUP, B_TRANSPOSED)
+    return total, step
+
+
+@gluon.jit
+def _add_to_half(added, half, extent, row, column):
+    """Add bias and residual to the ROWS x COLUMNS elements at (row, column) of the result."""
+    i = row + gl.arange(0, ROWS, gl.SliceLayout(1, half_layout()))
+    j = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, half_layout()))
+    if added.BIAS:
+        bias = gl.load(added.bias + j.to(gl.int64) * added.bias_stride, mask=j < extent.n, other=0.0)
+        half += gl.expand_dims(bias.to(gl.float32), 0)
+    if added.RESIDUAL:
+        rows = gl.expand_dims(i.to(gl.int64) * added.row_stride, 1)
+        there = added.residual + rows + gl.expand_dims(j.to(gl.int64) * added.column_stride, 0)
+        inside = gl.expand_dims(i < extent.rows, 1) & gl.expand_dims(j < extent.n, 0)
+        half += gl.load(there, mask=inside, other=0.0).to(gl.float32)
+    return half
+
+
+@gluon.jit
+def add_to_rows(added, total, extent, row, column, WARPGROUP: gl.constexpr):
+    """Add bias and residual to this warpgroup's rows of the tile at (row, column) of the result, whose size is that of
+    `extent`."""
+    if added.BIAS or added.RESIDUAL:
+        left, right = split_halves(total)
+        first = row + WARPGROUP * ROWS
+        left = _add_to_half(added, left, extent, first, column)
+        right = _add_to_half(added, right, extent, first, column + COLUMNS)
+        total = join_halves(left, right)
+    return total
 
 
 @gluon.jit
@@ -222,6 +304,29 @@ def prefetch_arrived(comm, exchange, j, arrivals, summed):
     for i in range(comm.RANKS_PER_NODE - 1):
         _prefetch(slot_at(comm, exchange.partials, rank_of(comm.context), i, j) + lines)
     mbarrier.arrive(arrivals.ready.index(summed % 2), count=1)
+
+
+def scales_of(call: Sum) -> OperandScales:
+    """The scales of a call's operands, if they are fp8."""
+    if call.scaling is None:
+        return OperandScales(None, None, *constants(False, False, False))
+    scaling = call.scaling
+    return OperandScales(
+        scaling.of_a(call.a.shape[0]), scaling.of_b(), *constants(True, scaling.blockwise, scaling.fast)
+    )  # fmt: skip
+
+
+def added_of(call: Sum) -> Added:
+    """The bias and the residual of a call."""
+    bias, residual = call.bias, call.residual
+    return Added(
+        bias, 0 if bias is None else bias.stride(0), residual, *((0, 0) if residual is None else residual.stride()),
+        *constants(bias is not None, residual is not None),
+    )  # fmt: skip
+
+
+# For the simulator: which tensors the kernels only read.
+INPUTS = ("a", "b", "call.scales.a.data", "call.scales.b.data", "call.added.bias", "call.added.residual")
 
 
 def partials_descriptor(workspace: Workspace, dtype: torch.dtype) -> Any:

@@ -61,6 +61,7 @@ def measure(
         exact=lambda gathered: dequantize(gathered, own, torch.float64) @ dequantize(b, scale_b, torch.float64),
         depth=k,
         more_bytes=4 * scaling.count,
+        fast=fast_accum,
     )
     return measure_gathering(group, measured, repeats)
 

@@ -101,7 +101,7 @@ def _measure(
         worst = max(worst, error) if error == error else float("inf")
     same = all(torch.equal(out.view(-1), theirs.to(device)) for theirs in results)
     worst = max(group.exchange("errors", worst if same else float("inf")))
-    bound = bound_of(k, k_local, size, dtype)
+    bound = bound_of(k, k_local, size, dtype, fast=measured.options.get("use_fast_accum", False))
     plan = measured.explain(*measured.operands, out=out, config=config, **measured.options)
     return figures(measured.op, group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
 

@@ -53,7 +53,7 @@ def matmul_all_reduce(
 def agree(group: Group, op: str, call: Sum, **more: Hashable) -> None:
     """Raise on all ranks unless their calls go together. more: what else must be the same."""
     m, n = call.out.shape
-    tile_m, tile_n, ctas = plan.cut(group, m, n, call.a.dtype, call.config)
+    tile_m, tile_n, ctas = plan.cut(group, call)
     group.agree(
         op, m=m, n=n, dtype=call.a.dtype, reduce_dtype=call.wire_dtype, bias=call.bias is not None,
         residual=call.residual is not None, tile_m=tile_m, tile_n=tile_n, group_m=group_m_of(group, call), ctas=ctas,
@@ -125,6 +125,11 @@ def prepare(group: Group, call: Sum) -> Launch:
         from mkernel.ops.reduce import few_rows
 
         return few_rows.launch(group, decided, OP, call)
+    if decided.hopper and group.size == 1:  # nothing is exchanged
+        from mkernel.ops.reduce.reduce_scatter import hopper as scatter
+        from mkernel.ops.reduce.reduce_scatter import protocol as of_scatter
+
+        return replace(scatter.launch(group, decided, of_scatter.layout(group, decided, call.wire_dtype), call), op=OP)
     memory = protocol.layout(group, decided, call)
     workspace = memory.workspace(group)
     if decided.multicast and not workspace.segment.multicast:

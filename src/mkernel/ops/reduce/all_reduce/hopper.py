@@ -18,8 +18,10 @@ nothing waits for the gather warp.
 
 What it costs. As two_level.py, which multiplies, pushes, reduces and reads in turns.
 
-It requires operands that TMA can read, 16-bit elements that are not converted for transfer, a multiple of 8 columns,
-and neither bias nor residual. Other calls take two_level.py, which is also the kernel that the simulator runs.
+It requires operands that TMA can read, a 16-bit result whose elements are not converted for transfer, and a multiple of
+8 columns. Operands are 16-bit, then with neither bias nor residual, or fp8, then with b in memory as [n, k]. With one
+rank, the sum is that of matmul_reduce_scatter, whose kernel for Hopper takes calls in fp8. Other calls take
+two_level.py, which is also the kernel that the simulator runs unless it simulates a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
 from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
-from mkernel.lang.hopper import ROWS, STORED, TILE_N, multiply_rows, store_rows
+from mkernel.lang.hopper import ROWS, STORED, TILE_N, store_rows
 from mkernel.lang.matrix import Block, Tiling
 from mkernel.lang.roles import INTRA
 from mkernel.lang.signals import finish, gave_up, notify
@@ -43,16 +45,22 @@ from mkernel.ops.reduce.all_reduce.order import Sequence, count_rounds, round_of
 from mkernel.ops.reduce.all_reduce.protocol import exchange_of, finished_slot, free_of, wait_finished
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.hopper import (
+    INPUTS,
     Arrivals,
+    Extent,
     Operands,
     Pushes,
     add_staged_partial,
+    add_to_rows,
+    added_of,
     allocate_stages,
     barriers,
     load_partials,
     load_tile,
+    multiply_tile,
     partials_descriptor,
     prefetch_arrived,
+    scales_of,
     store_rows_of_partial,
 )
 from mkernel.ops.reduce.operands import Product, count_tiles, link_of, variant_of
@@ -73,6 +81,8 @@ class Call(NamedTuple):
     result: Any  # Block
     exchange: Any  # Exchange
     link: Any  # Link
+    scales: Any  # OperandScales
+    added: Any  # Added
     B_TRANSPOSED: Any
 
 
@@ -102,12 +112,16 @@ def _multiply(comm, operands, call, stages, pushes, c_stage, WARPGROUP: gl.const
     rank = rank_of(comm.context)
     local = rank % comm.RANKS_PER_NODE
     rounds = count_rounds(count_tiles(call.product))
+    extent = Extent(call.product.rows, call.product.n, call.product.k)
     step = 0
     for position in range(rounds):
         taken = take(comm, call, Sequence(rounds), position)
         block = taken.round // comm.RANKS_PER_NODE
         since = trace_time(comm.context)
-        total, step = multiply_rows(stages, step, call.product.k, WARPGROUP, call.B_TRANSPOSED)
+        total, step = multiply_tile(
+            call.scales, stages, step, extent, taken.row, taken.column,
+            WARPGROUP=WARPGROUP, B_TRANSPOSED=call.B_TRANSPOSED,
+        )  # fmt: skip
         if WARPGROUP == 0:
             trace(comm.context, TILES, TILE, rank - local + taken.owner, taken.tile, since)
         mbarrier.wait(pushes.signalled.index(position % 2), (position // 2 + 1) & 1)
@@ -125,6 +139,7 @@ def _multiply(comm, operands, call, stages, pushes, c_stage, WARPGROUP: gl.const
                 step += 2
             # partials may be missing only if the group has given up; the host then raises an error
             total += tl.where(gave_up(comm.context), float("nan"), 0.0)
+            total = add_to_rows(call.added, total, extent, taken.row, taken.column, WARPGROUP)
             store_rows_of_partial(finished_slot(comm, call.exchange, rank, block), total, WARPGROUP)
             mbarrier.arrive(pushes.stored.index(position % 2), count=1)
             store_rows(operands.c, c_stage, total, taken.row, taken.column, WARPGROUP)
@@ -261,7 +276,7 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.size)),
             a=tma_descriptor(a, m, k, a.stride(0), [c.tile_m, c.tile_k]),
-            b=right_operand(call.b, plan.right.transposed),
+            b=right_operand(call.b, plan.right.transposed, c.tile_k),
             c=tma_descriptor(out, m, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             partials=partials_descriptor(workspace, out.dtype),
             call=Call(
@@ -271,10 +286,14 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
                 result=Block(out, out.stride(0), out.stride(1)),
                 exchange=exchange_of(memory, workspace, plan),
                 link=link_of(group, plan),
+                scales=scales_of(call),
+                added=added_of(call),
                 B_TRANSPOSED=transposed,
             ),
         ),
         options=dict(num_warps=c.warps),
         variant=variant_of(plan, workspace),
         uses=memory.uses(workspace, free=free_of(group, plan, memory)),
+        inputs=INPUTS,
+        results=("c",),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from mkernel.ops.reduce.all_reduce.order import FEWEST_WITH_HOMES
-from mkernel.ops.reduce.call import Plan, Sum, for_hopper, plan_of, plan_of_few_rows
+from mkernel.ops.reduce.call import Plan, Sum, for_hopper, has_wide_tiles, plan_of, plan_of_few_rows
 from mkernel.runtime import planning
 from mkernel.runtime.config import Config
 from mkernel.runtime.group import Group
@@ -64,16 +64,17 @@ def sliced_tile(group: Group, m: int, n: int, dtype: torch.dtype, config: Config
     return found
 
 
-def cut(
-    group: Group, m: int, n: int, dtype: torch.dtype, config: Config | None
-) -> tuple[int, int, int]:  # fmt: skip
+def cut(group: Group, call: Sum) -> tuple[int, int, int]:
     """(tile_m, tile_n, CTAs). They determine owners and slots, so they follow from what is the same on every rank."""
-    choose = planning.chooser(config)
+    m, n, dtype = call.a.shape[0], call.b.shape[1], call.a.dtype
+    choose = planning.chooser(call.config)
     most = planning.common_ctas(group)
-    sliced = sliced_tile(group, m, n, dtype, config)
+    sliced = sliced_tile(group, m, n, dtype, call.config)
     if sliced is not None:
         return *sliced, math.ceil(m / sliced[0]) * math.ceil(n / sliced[1])
-    tile_m, tile_n = planning.tile_of_sum(group.target, dtype, m, n, most)
+    # the kernel for multicast is a portable one
+    wide = has_wide_tiles(group, call, m) and why_no_multicast(group, small=False) is not None
+    tile_m, tile_n = planning.tile_of_sum(group.target, dtype, m, n, most, wide)
     tile_m, tile_n = choose("tile_m", tile_m), choose("tile_n", tile_n)
     return tile_m, tile_n, choose("ctas", min(most, max(math.ceil(m / tile_m) * math.ceil(n / tile_n), 1)))
 
@@ -84,7 +85,7 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     few = plan_of_few_rows(OP, group, call, call.a.shape[1]) if group.size == 1 else None
     if few is not None:
         return few
-    tile_m, tile_n, ctas = cut(group, m, n, call.a.dtype, call.config)
+    tile_m, tile_n, ctas = cut(group, call)
     tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
     elements = tiles * tile_m * tile_n
     sliced = sliced_tile(group, m, n, call.a.dtype, call.config) is not None
@@ -120,7 +121,8 @@ def decide(group: Group, call: Sum, try_multicast: bool = True) -> Plan:
     if sliced:
         # slices are narrower than the descriptors' blocks
         return replace(decided, sliced=True, out_uses_tma=False, residual_uses_tma=False)
-    return for_hopper(group, call, decided) if group.size > 1 and not multicast and n % 8 == 0 else decided
+    several = group.size > 1 or call.scaling is not None
+    return for_hopper(group, call, decided) if several and not multicast and n % 8 == 0 else decided
 
 
 def _deep_stages(call: Sum, tile_m: int, tile_n: int) -> Config | None:

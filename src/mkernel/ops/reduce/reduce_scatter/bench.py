@@ -89,7 +89,7 @@ def _measure(
     exact = sum(x[own_rows].to(device).double() @ y.to(device).double().t() for x, y in everyone)
     error = (out.double() - exact).abs().max().item()
     worst = worst_of(group.exchange("errors", error))
-    bound = bound_of(k, k_local, size, dtype)
+    bound = bound_of(k, k_local, size, dtype, fast=measured.options.get("use_fast_accum", False))
     plan = measured.explain(*measured.operands, out=out, config=config, **measured.options)
     return figures(measured.op, group, (m, n, k), dtype, times, sustained, wire, worst, bound, plan)
 

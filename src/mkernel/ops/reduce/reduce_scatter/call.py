@@ -48,7 +48,7 @@ def matmul_reduce_scatter(
 def agree(group: Group, op: str, call: Sum, **more: Hashable) -> None:
     """Raise on all ranks unless their calls go together. more: what else must be the same."""
     rows, n = call.out.shape
-    tile_m, tile_n, team = plan.tile_of(group, rows, n, call.a.dtype, call.config)
+    tile_m, tile_n, team = plan.tile_of(group, call)
     group.agree(
         op, m=call.a.shape[0], n=n, dtype=call.a.dtype, reduce_dtype=call.wire_dtype, tile_m=tile_m, tile_n=tile_n,
         group_m=group_m_of(group, call), ctas=plan.ctas_of(group, rows, n, (tile_m, tile_n), call.config),

@@ -15,9 +15,10 @@ role iterates over the CTA's tiles on its own:
 
 Why it cannot deadlock: as in kernel.py. Pushing waits only for this CTA's signal warp, which waits for no other rank.
 
-It requires operands that TMA can read, 16-bit elements that are not converted for transfer, a number of rows per rank
-that is a multiple of the tile height, and neither bias nor residual. Other calls take the kernel in kernel.py, which
-is also the one that the simulator runs.
+It requires operands that TMA can read, a 16-bit result whose elements are not converted for transfer, and a number of
+rows per rank that is a multiple of the tile height, unless there is one rank. Operands are 16-bit, then with neither
+bias nor residual, or fp8, then with b in memory as [n, k]. Other calls take the kernel in kernel.py, which is also the
+one that the simulator runs unless it simulates a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -33,22 +34,28 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mkernel.lang.context import Comm, Ranks, current_epoch, rank_of
 from mkernel.lang.copy import wait_paced
 from mkernel.lang.device import clock
-from mkernel.lang.hopper import STORED, TILE_M, TILE_N, multiply_rows, store_rows
+from mkernel.lang.hopper import STORED, TILE_M, TILE_N, store_rows
 from mkernel.lang.order import swizzle_tile
 from mkernel.lang.signals import finish, gave_up, notify
 from mkernel.lang.trace import LAST, PUSH_CHUNK, REDUCE, TILE, TILES, trace, trace_time
 from mkernel.ops.reduce.call import Plan, Sum
 from mkernel.ops.reduce.hopper import (
+    INPUTS,
     Arrivals,
+    Extent,
     Operands,
     Pushes,
     add_staged_partial,
+    add_to_rows,
+    added_of,
     allocate_stages,
     barriers,
     load_partials,
     load_tile,
+    multiply_tile,
     partials_descriptor,
     prefetch_arrived,
+    scales_of,
     store_rows_of_partial,
 )
 from mkernel.ops.reduce.operands import link_of, variant_of
@@ -70,6 +77,8 @@ class Call(NamedTuple):
     k: Any
     exchange: Any  # Exchange
     link: Any  # Link
+    scales: Any  # OperandScales
+    added: Any  # Added
     GROUP: Any  # row blocks that are computed together
     B_TRANSPOSED: Any
 
@@ -77,13 +86,13 @@ class Call(NamedTuple):
 @triton.jit
 def _count_tiles(call):
     """The number of tiles of one rank's rows."""
-    return call.rows // TILE_M * tl.cdiv(call.n, TILE_N)
+    return tl.cdiv(call.rows, TILE_M) * tl.cdiv(call.n, TILE_N)
 
 
 @triton.jit
 def _corner(call, tile):
     """(row, column) of a tile's upper left corner in a rank's rows."""
-    block, column_block = swizzle_tile(tile, call.rows // TILE_M, tl.cdiv(call.n, TILE_N), call.GROUP)
+    block, column_block = swizzle_tile(tile, tl.cdiv(call.rows, TILE_M), tl.cdiv(call.n, TILE_N), call.GROUP)
     return block * TILE_M, column_block * TILE_N
 
 
@@ -134,7 +143,11 @@ def _multiply(comm, operands, call, stages, pushes, c_stage, WARPGROUP: gl.const
         rank_offset, tile = _tile_at(comm, call, position, rounds, early)
         owner = (rank + rank_offset) % comm.WORLD_SIZE
         since = trace_time(comm.context)
-        total, step = multiply_rows(stages, step, call.k, WARPGROUP, call.B_TRANSPOSED)
+        row, column = _corner(call, tile)
+        total, step = multiply_tile(
+            call.scales, stages, step, Extent(call.rows * comm.WORLD_SIZE, call.n, call.k),
+            owner * call.rows + row, column, WARPGROUP=WARPGROUP, B_TRANSPOSED=call.B_TRANSPOSED,
+        )  # fmt: skip
         if WARPGROUP == 0:
             trace(comm.context, TILES, TILE, owner, tile, since)
         if rank_offset != 0:
@@ -151,7 +164,7 @@ def _multiply(comm, operands, call, stages, pushes, c_stage, WARPGROUP: gl.const
                 step += 2
             # partials may be missing only if the group has given up; the host then raises an error
             total += tl.where(gave_up(comm.context), float("nan"), 0.0)
-            row, column = _corner(call, tile)
+            total = add_to_rows(call.added, total, Extent(call.rows, call.n, call.k), row, column, WARPGROUP)
             store_rows(operands.c, c_stage, total, row, column, WARPGROUP)
             if WARPGROUP == 0:
                 trace(comm.context, TILES, REDUCE, rank, tile, LAST)
@@ -233,7 +246,7 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
             context=workspace.context,
             ranks=Ranks(*constants(group.size, group.size)),
             a=tma_descriptor(a, m, k, a.stride(0), [c.tile_m, c.tile_k]),
-            b=right_operand(call.b, plan.right.transposed),
+            b=right_operand(call.b, plan.right.transposed, c.tile_k),
             c=tma_descriptor(out, rows, n, out.stride(0), [c.tile_m // 2, STORED.value]),
             partials=partials_descriptor(workspace, out.dtype),
             call=Call(
@@ -242,6 +255,8 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
                 k=k,
                 exchange=exchange_of(memory, workspace),
                 link=link_of(group, plan),
+                scales=scales_of(call),
+                added=added_of(call),
                 GROUP=group_m,
                 B_TRANSPOSED=transposed,
             ),
@@ -249,4 +264,6 @@ def launch(group: Group, plan: Plan, memory: Layout, call: Sum) -> Launch:
         options=dict(num_warps=c.warps),
         variant=variant_of(plan, workspace),
         uses=memory.uses(workspace),
+        inputs=INPUTS,
+        results=("c",),
     )
