@@ -272,9 +272,7 @@ def _portable(
 
     sending = 1 if nodes > 1 or access.rows.staged else 0
     if access.rows.quantized:
-        sending = planning.quantizers_for(
-            m * k, math.ceil(m / chunk_rows(group, a, config, access.rows.quantized)), compute_seconds, most
-        )
+        sending = planning.quantizers_for(m * k, math.ceil(m / chunk_rows(group, a, config)), compute_seconds, most)
     send_ctas = pick("send_ctas", sending)
     # copies should take no longer than the slower of compute and network
     longest = max(compute_seconds, network_seconds)
@@ -294,7 +292,7 @@ def _portable(
         tile_m=tile_m, tile_n=tile_n, tile_k=pick("tile_k", defaults.tile_k),
         group_m=pick("group_m", defaults.group_m), stages=pick("stages", defaults.stages),
         warps=pick("warps", defaults.warps), ctas=ctas, send_ctas=send_ctas, intra_ctas=intra_ctas,
-        join_tiles=min(join_tiles, tiles), chunk_rows=chunk_rows(group, a, config, access.rows.quantized),
+        join_tiles=min(join_tiles, tiles), chunk_rows=chunk_rows(group, a, config),
         copy_bytes=pick("copy_bytes", defaults.copy_bytes),
     )  # fmt: skip
     reasons = [
