@@ -16,7 +16,7 @@ CASES = [
     ("matmul_all_reduce", ALONE, [(1, 1, 1)]),
     ("matmul_all_reduce", [(2, 1)], [(1, 1, 1), (64, 64, 1)]),
     ("ring_attention", NODES, [(1, 1, 4, 128)]),
-    ("ring_attention_backward", [*ALONE, *NODES], [(1, 1, 4, 128)]),
+    ("ring_attention_backward", [*ALONE, *NODES], [(1, 1, 4, 128), (1, 1, 8, 128)]),
     ("moe_dispatch_matmul", [(2, 2)], [(1, 1, 1)]),
     ("moe_combine", [(2, 2)], [(1, 1)]),
     ("moe_dispatch", [(2, 2)], [(1, 1)]),

@@ -62,7 +62,7 @@ CASES = {
     "one without positions": Case(0, dim=64, dtype=BF16, causal=True, seq_lens=(0, 70)),
     "a cache": Case(200, queries=70, dim=64, dtype=BF16, causal=True),
     "fewer keys": Case(70, queries=200, dim=64, dtype=BF16, causal=True),
-    "one position": Case(1, dim=64, dtype=BF16, causal=True),
+    "two positions": Case(2, dim=64, dtype=BF16, causal=True),
 }
 
 
@@ -162,8 +162,9 @@ def test_the_plan_says_why_it_takes_a_kernel():
         (Case(64, dim=256, dtype=BF16), "at most 128 columns"),
         (Case(64, dim=64, value_dim=128, dtype=BF16), "head dimension of queries"),
         (Case(64, dim=64, dtype=BF16, softcap=3.0), "softcap"),
+        (Case(1, dim=64, dtype=BF16), "more than one key"),
     ],
-    ids=["fp32", "256 columns", "other values", "softcap"],
+    ids=["fp32", "256 columns", "other values", "softcap", "one position"],
 )
 def test_what_it_does_not_support(case, why):
     def work(group):
@@ -171,7 +172,7 @@ def test_what_it_does_not_support(case, why):
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=case.dtype)
         return str(mk.explain(OP, out, query, query, value, out, torch.empty(query.shape[:3]), **case.arguments()))
 
-    (reason,) = re.findall(r"- Triton: (.*)", run(work, cluster=(1, 1), **HOPPER)[0])
+    (reason,) = re.findall(r"- Triton: (.*)", run(work, cluster=(1, 2), **HOPPER)[0])
     assert why in reason
 
 

@@ -15,10 +15,10 @@ HOPPER_STAGES = 3
 
 
 def why_not_gluon(
-    group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None
+    group: Group, inputs: dict[str, torch.Tensor], length: int, parts: int, softcap: float, config: Config | None
 ) -> str | None:  # fmt: skip
     """Why a call cannot run the Gluon kernel; None if it can. inputs: those that it would read by TMA, and the result
-    of the forward pass."""
+    of the forward pass. length: the largest number of keys of a rank."""
     query, value = inputs["query"], inputs["value"]
     if group.target.type != "cuda" or capability(group.target)[0] != 9:
         return "the Gluon kernel runs on Hopper GPUs only"
@@ -33,6 +33,8 @@ def why_not_gluon(
     unaligned = [name for name, tensor in inputs.items() if tensor.numel() and not describable(tensor)]
     if unaligned:
         return f"the Gluon kernel needs contiguous, 16-byte aligned rows, unlike those of {', '.join(unaligned)}"
+    if group.size > 1 and length == 1:  # a constant then, for which Triton 3.6 cannot compile it
+        return "the Gluon kernel needs more than one key per rank"
     if parts > 1:
         return "the Gluon kernel does not support heads in several parts"
     fixed = ("tile_m", "tile_n", "stages", "warps")
@@ -43,10 +45,10 @@ def why_not_gluon(
 
 
 def kernel_of(
-    group: Group, inputs: dict[str, torch.Tensor], parts: int, softcap: float, config: Config | None
+    group: Group, inputs: dict[str, torch.Tensor], length: int, parts: int, softcap: float, config: Config | None
 ) -> tuple[str, str]:  # fmt: skip
-    """(the kernel that runs a call, why)."""
-    why_not = why_not_gluon(group, inputs, parts, softcap, config)
+    """(the kernel that runs a call, why). length: as above."""
+    why_not = why_not_gluon(group, inputs, length, parts, softcap, config)
     if why_not is not None:
         return "triton", f"Triton: {why_not}"
     return "gluon", "Gluon: a Hopper GPU, 16-bit floats, TMA for all"

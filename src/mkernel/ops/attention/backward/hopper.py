@@ -32,7 +32,7 @@ read less shared memory, but two sums of scores of 64 x 128 leave no registers. 
 the same, and the loop spills nothing as it is.
 
 Not supported: units in several parts, fp32, softcap, more than 128 columns, values with another number of columns than
-keys, tensors that TMA cannot read. Such calls run the Triton kernel.
+keys, tensors that TMA cannot read, a single key on each of several ranks. Such calls run the Triton kernel.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def plan(
     slots = max(size - 1 if nodes == 1 else size, 1)
     whole = size == 1 or pattern.is_empty(query, key)
     parts, part_rows, window = (1, padded, units) if whole else cut_rounds(units, padded, slots, tiles)
-    chosen, why = kernel_of(group, inputs, parts, softcap, config)
+    chosen, why = kernel_of(group, inputs, length, parts, softcap, config)
     hopper = chosen == "gluon"
     if hopper:
         tiles = replace(tiles, tile_m=HOPPER_TILE, tile_n=HOPPER_ROWS, stages=HOPPER_STAGES, warps=4)
