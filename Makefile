@@ -65,8 +65,17 @@ build/versions/newest/frameworks-ready: build/versions/newest/ready requirements
 	build/versions/newest/bin/python -m pip install --quiet --no-compile --no-deps $(TORCHTITAN)  # its layers need few
 	@touch $@
 
+# What needs a GPU, with the installed Python. GPU_WORKERS=12 runs the tests side by side, since they mostly compile; those
+# that start processes come last, a few at a time, because a GPU has room for some 15 processes.
+GPU_WORKERS ?=
+GPU_TESTS = PYTHONPATH=src MKERNEL_TEST_LOCK=/tmp/mkernel-gpu-tests $(PYTHON) -m pytest --dist worksteal
 test-gpu:
+ifeq ($(GPU_WORKERS),)
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+else
+	status=0; $(GPU_TESTS) -n $(GPU_WORKERS) -m "not processes" tests/gpu || status=1; \
+	$(GPU_TESTS) -n 3 -m processes tests/gpu && exit $$status
+endif
 
 # RDMA on soft-RoCE devices, in a machine that QEMU emulates; skipped, with the reason, where that can not be.
 test-rdma: setup

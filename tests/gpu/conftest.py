@@ -17,7 +17,14 @@ def measured_alone(monkeypatch):
     monkeypatch.setattr(Stopwatch, "_medians", in_turn)
 
 
+STARTS_PROCESSES = {"torchrun", "run_ranks", "run_python", "in_process"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if "tests/gpu" in str(item.fspath) and STARTS_PROCESSES & set(item.function.__code__.co_names):
+            item.add_marker("processes")
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:
