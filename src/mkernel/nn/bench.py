@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,7 +208,10 @@ def main() -> None:
     for name, value in dict(ranks=4, nodes=1, tokens=4096, hidden=8192, intermediate=28672, repeats=REPEATS).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
-    sharing = -(-given.ranks * given.nodes // max(torch.cuda.device_count(), 1))
+    if torch.cuda.device_count() == 0:
+        print("this measures time, which needs a GPU; this machine has none")
+        sys.exit(1)
+    sharing = -(-given.ranks * given.nodes // torch.cuda.device_count())
     links = Links(
         nvlink=NVLINK / sharing if given.ranks > 1 else None,
         network=NETWORK / sharing if given.nodes > 1 else None,
