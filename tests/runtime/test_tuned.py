@@ -570,6 +570,7 @@ ON_HOPPER = {
 # for these shapes, and chosen without being asked for
 WITH_A_KERNEL_FOR_HOPPER = (
     "all_gather_matmul", "all_gather_matmul_weight_grad", "matmul_reduce_scatter", "ring_attention",
+    "ring_attention_backward",
 )  # fmt: skip
 
 
