@@ -46,10 +46,12 @@ CLUSTERS = ((1, 1), (1, 2), (2, 2))
 
 
 def is_usual(item):
-    """Whether `make test` runs this case of a test: with few clusters, seeds and dtypes."""
+    """Whether `make test` runs this case of a test: with few clusters, seeds, dtypes and recipes of fp8."""
     given = item.callspec.params
-    cluster, seed, dtype = (given.get(name) for name in ("cluster", "seed", "dtype"))
-    return (cluster is None or cluster in CLUSTERS) and not seed and (dtype is None or str(dtype) == "torch.bfloat16")
+    cluster, seed, dtype, recipe = (given.get(name) for name in ("cluster", "seed", "dtype", "recipe"))
+    usual = (cluster is None or cluster in CLUSTERS) and not seed
+    usual &= dtype is None or str(dtype) == "torch.bfloat16"
+    return usual and (recipe is None or "Block" in str(recipe))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
