@@ -217,9 +217,8 @@ def settings_of_sum(
         if uses_tma:
             stages = max(min(150 * 1024 // ((tile_m + tile_n) * depth * dtype.itemsize), 6), 2)
         elif tile_n > 128:
-            depth = (
-                32 // dtype.itemsize
-            )  # pointers for more of a wide tile do not fit into the registers beside its sum
+            # pointers for more of a wide tile do not fit into the registers beside its sum
+            depth = 32 // dtype.itemsize
         if tile_m == 64:
             warps = 4  # a warp holds 16 rows of the sum
     choose = chooser(config)

@@ -47,10 +47,10 @@ tile_m * tile_n fp32 partials per held tile. CTAs that copy are lost to the comp
 takes 2*world*m*k elements per rank; it is not shared with that of all_gather_matmul, because wait records get the
 operator's name from it. Partials take ctas * held_tiles tiles of fp32 during the call, if there are several passes.
 
-How much passes gain has been estimated, not measured. For 4 H200 GPUs and m_total 16384, n 2048, k 8192, by the rates
-that plan.py assumes: the multiplication alone takes 0.68 ms, and the last rows arrive after 0.45 ms if 14 CTAs copy.
-Waiting for all rows first takes 1.33 ms; one pass in which the first tile of each CTA waits as it goes, 1.15 ms; three
-passes over five tiles, 0.96 ms.
+How much passes gain was measured with 4 ranks that share a GPU (docs/experiments.md), and estimated for 4 GPUs. For
+m_total 16384, n 2048, k 8192, by the rates that plan.py assumes: the multiplication alone takes 0.68 ms, and the last
+rows arrive after 0.45 ms if 14 CTAs copy. Waiting for all rows first takes 1.33 ms; one pass in which the first tile of
+each CTA waits as it goes, 1.15 ms; three passes over five tiles, 0.96 ms.
 
 Rejected alternatives.
 - The slice of k (TorchTitan). The forward keeps k/world columns of all gathered rows; the backward gathers these
